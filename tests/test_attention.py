@@ -82,8 +82,7 @@ def test_the_trial_pass_of_an_encoder_in_eval_mode_is_that_of_the_step(name):
         check_ratio(optimizer, inputs, targets, full=full)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("curvature_samples", [None, 3])
+@pytest.mark.parametrize("frozen, curvature_samples", [(False, None), (True, 3)])
 def test_a_frozen_encoder_takes_the_same_path_in_both_passes(frozen, curvature_samples):
     torch.manual_seed(0)
     model = shaken(Spread().double()).eval()

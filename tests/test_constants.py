@@ -38,15 +38,15 @@ def living_tensors():
     ids=["gauss-newton", "kfac", "natural gradient"],
 )
 def test_batches_of_many_sizes_leave_a_bounded_number_of_tensors(model, make):
+    """Five functions make constants, and each keeps those of the last 32 sizes."""
     optimizer = make(model())
-    inputs, targets = torch.randn(200, 4), torch.randint(CLASSES, (200,))
+    inputs, targets = torch.randn(72, 4), torch.randint(CLASSES, (72,))
     before = None
-    for size in range(2, 200):
-        if size == 12:
+    for size in range(2, 72):
+        if size == 42:  # more sizes than are kept
             before = living_tensors()
         optimizer.step(inputs[:size], targets[:size])
-    # five functions make constants, and each keeps those of the last 32 sizes; one tensor per size would be 188
-    assert living_tensors() - before <= 5 * 32
+    assert living_tensors() - before < 15  # one tensor per size would be 30
     assert len(constants.all_constants()) <= 5 * constants.LIMIT == 5 * 32
 
 

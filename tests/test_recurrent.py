@@ -17,17 +17,12 @@ from woodbury.layers import ExplicitRows
 from woodbury.layers.recurrent import recurrent_forward
 
 N, LENGTH, FEATURES, WIDTH = 5, 3, 4, 3
-LAYERS = {
-    "lstm": nn.LSTM,
-    "gru": nn.GRU,
-    "rnn": nn.RNN,
-    "relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
-}
+LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "relu": partial(nn.RNN, nonlinearity="relu")}
 CELLS = {
     "lstm": nn.LSTMCell,
     "gru": nn.GRUCell,
     "rnn": nn.RNNCell,
-    "relu": lambda *sizes, **options: nn.RNNCell(*sizes, nonlinearity="relu", **options),
+    "relu": partial(nn.RNNCell, nonlinearity="relu"),
 }
 
 
@@ -75,14 +70,14 @@ def batch(n=N):
 
 
 @every_pair(
-    kind=list(LAYERS),
+    kind=["lstm", "gru", "rnn"],  # with another activation the rows are the same, and outputs are compared below
     layers=[1, 2],
     both_ways=[False, True],
     first=[True, False],
     bias=[True, False],
     start=[False, True],
     n=[N, LENGTH, 1],
-    frozen=["", "weight_ih_l0 bias_ih_l0", "weight_hh_l0", "bias_hh_l0 weight_ih_l0", "weight_hh_l0 bias_hh_l0"],
+    frozen=["", "weight_ih_l0 bias_ih_l0", "bias_hh_l0 weight_ih_l0", "weight_hh_l0 bias_hh_l0"],
 )
 def test_rows_and_steps_of_recurrent_layers_are_the_dense_ones(
     kind, layers, both_ways, first, bias, start, n, frozen

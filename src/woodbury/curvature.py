@@ -52,10 +52,6 @@ class Curvature(ABC):
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         """D for n curvature samples whose mean loss divides by M = term_count."""
 
-    def divisor_of_sum(self, samples: int, of: int) -> Scalar:
-        """D = N2/N1 where f is a sum over N1 samples: B is the Hessian, or the Fisher matrix, of such a sum."""
-        return samples / of
-
     @abstractmethod
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
         """k, the number of rows per sample, or a bound on it, for outputs of this shape (n, ...)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._random import restore, snapshot
 from woodbury._vector import Parts, Vector
 from woodbury.curvature import CURVATURES
-from woodbury.layers.forms import RowForm, Scales, add_own_product, byte_limit, length_of, paired, windows
-from woodbury.linalg import Solution, full_precision, plus_diagonal
+from woodbury.layers.forms import Dtype, RowForm, Scales, add_own_product, byte_limit, length_of, paired, windows
+from woodbury.linalg import Solution, full_precision
 from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import GraphCapture, call_model, capture
@@ -72,12 +73,7 @@ class Rows:
         self.scale = scale
         self._names = plan.owned
 
-    def gram(
-        self,
-        other: Rows | None = None,
-        scales: Scales = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:
         """K = U D U'^T, (r, r'), summed over layers; U' = U and D = I by default.
 
         scales gives D as one number per parameter name; sums are accumulated in dtype. other are rows of the same
@@ -96,16 +92,11 @@ class Rows:
         scale = self.scale * other.scale
         return total if scale == 1.0 else total.mul_(scale)
 
-    def new_zeros(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+    def new_zeros(self, *sizes: int, dtype: Dtype = None) -> Tensor:
         """Zeros of the type of the rows, or of dtype."""
         return torch.zeros(sizes, dtype=self.plan.dtype if dtype is None else dtype, device=self.plan.device)
 
-    def diagonal(
-        self,
-        width: int = 1,
-        scales: Scales = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def diagonal(self, width: int = 1, scales: Scales = None, dtype: Dtype = None) -> Tensor:
         """The diagonal of K = U D U^T, (r,): the squared norms of the rows. K itself is not formed.
 
         A width above 1 gives blocks of so many rows along the diagonal, (r / width, width, width): with the number
@@ -119,22 +110,7 @@ class Rows:
         total *= self.scale**2
         return total.flatten() if width == 1 else total
 
-    def solve(self, rhs: Tensor, damping: float, dtype: torch.dtype | None = None) -> Tensor:
-        """(K + damping I)^-1 rhs for rhs (r,) or (r, m), by a Cholesky factorisation in dtype.
-
-        With it (U^T U + damping I)^-1 v = (v - U^T (K + damping I)^-1 U v) / damping.
-        """
-        K = self.gram(dtype=dtype)
-        lower, info = torch.linalg.cholesky_ex(plus_diagonal(K, damping))
-        if int(info) != 0:
-            raise ValueError(
-                f"K + damping I is not positive definite to rounding for damping {damping:g}: take a larger one, "
-                "or dtype=torch.float64"
-            )
-        columns = rhs.to(lower.dtype).reshape(self.row_count, -1)
-        return torch.cholesky_solve(columns, lower).reshape(rhs.shape)
-
-    def gram_head(self, row_count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def gram_head(self, row_count: int, dtype: Dtype = None) -> list[Tensor]:
         """The first rows of the Gram matrix of each layer, (row_count, r)."""
         with full_precision():
             return [form.gram_head(row_count, dtype, index == 0) for index, form in enumerate(self.forms.values())]
@@ -163,7 +139,7 @@ class Rows:
             sizes.append(own)
         return forming_pays(tuple(sizes), self.row_count, head)
 
-    def layer_grams(self, scales: Scales = None, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def layer_grams(self, scales: Scales = None, dtype: Dtype = None) -> list[Tensor]:
         """The terms of `gram`, one per layer."""
         scale = self.scale**2
         with full_precision():
@@ -209,36 +185,30 @@ class Rows:
             dim=1,
         ).detach()
 
-    def curvature(
-        self, row_count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def curvature(self, row_count: int, blocks: Sequence[Sequence[str]], dtype: Dtype = None) -> list[Tensor]:
         """U^T U over the first rows, (p, p) for the parameters of each block, in the order of its names.
 
         Cheaper than the Gram matrix where there are more rows than parameters. Sums are accumulated in dtype. Rows
         are written out for as many parameters at a time as `max_bytes` of the plan allows.
         """
         dtype = self.plan.dtype if dtype is None else dtype
-        matrices = []
         with full_precision():
-            for block in blocks:
-                strips = self._strips(block, dtype)
-                width = sum(slab.size for strip in strips for slab in strip)
-                matrix = torch.empty(width, width, dtype=dtype, device=self.plan.device)
-                row = 0
-                for index, strip in enumerate(strips):
-                    left = self._write_rows(strip, row_count, dtype)
-                    rows = slice(row, row + left.shape[1])
-                    add_own_product(matrix[rows, rows], left.t(), beta=0)
-                    column = rows.stop
-                    for other in strips[index + 1 :]:
-                        right = self._write_rows(other, row_count, dtype)
-                        columns = slice(column, column + right.shape[1])
-                        torch.mm(left.t(), right, out=matrix[rows, columns])
-                        matrix[columns, rows] = matrix[rows, columns].t()
-                        column = columns.stop
-                    row = rows.stop
-                matrices.append(matrix)
-        return matrices
+            return [self._curvature_of(self._strips(block, dtype), row_count, dtype) for block in blocks]
+
+    def _curvature_of(self, strips: list[list[Slab]], row_count: int, dtype: torch.dtype) -> Tensor:
+        """U^T U over the first rows for the parameters of these strips."""
+        ends = list(accumulate(sum(slab.size for slab in strip) for strip in strips))
+        spans = [slice(*own) for own in pairwise([0, *ends])]
+        matrix = torch.empty(ends[-1], ends[-1], dtype=dtype, device=self.plan.device)
+        for strip, rows in zip(strips, spans, strict=True):
+            left = self._write_rows(strip, row_count, dtype)
+            add_own_product(matrix[rows, rows], left.t(), beta=0)
+            for other, columns in zip(strips, spans, strict=True):
+                if columns.start >= rows.stop:
+                    right = self._write_rows(other, row_count, dtype)
+                    torch.mm(left.t(), right, out=matrix[rows, columns])
+                    matrix[columns, rows] = matrix[rows, columns].t()
+        return matrix
 
     def squared_columns(self, row_count: int) -> Parts:
         """The diagonal of U^T U over the first rows, by parameter."""
@@ -325,7 +295,7 @@ def rows(
         columns = kind.factor(rule, loss, captured.outputs.detach(), prepared).columns()
         n = len(columns)
         if rule.is_sum(loss):
-            return columns, float(kind.divisor_of_sum(n, n))
+            return columns, 1.0
         return columns, float(kind.divisor(check_term_count(rule.count(loss, prepared)), n))
 
     return capture_rows(

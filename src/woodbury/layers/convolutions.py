@@ -22,29 +22,15 @@ Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 @register_layer(nn.Conv1d, parameters=WEIGHT_AND_BIAS)
 @register_layer(nn.Conv2d, parameters=WEIGHT_AND_BIAS)
 @register_layer(nn.Conv3d, parameters=WEIGHT_AND_BIAS)
-def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
-    """Rows summed over the output positions; patches are cut out (im2col) for a block of samples at a time."""
-    assert isinstance(layer, Convolution)
-    return _shared_rows(layer, inputs, grads, partial(patches, layer))
-
-
 @register_layer(nn.ConvTranspose1d, parameters=WEIGHT_AND_BIAS)
 @register_layer(nn.ConvTranspose2d, parameters=WEIGHT_AND_BIAS)
 @register_layer(nn.ConvTranspose3d, parameters=WEIGHT_AND_BIAS)
-def transposed_convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
-    """The same for the input with zeros in between (the stride), and the kernel reversed."""
-    assert isinstance(layer, Transposed)
-    size = tuple(grads.shape[3:])  # of the output, output_padding or output_size included
-    return _shared_rows(layer, inputs, grads, partial(spread_patches, layer, size), swapped=True)
+def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
+    """Rows summed over the output positions; patches are cut out (im2col) for a block of samples at a time.
 
-
-def _shared_rows(
-    layer: Convolution | Transposed,
-    inputs: Tensor,
-    grads: Tensor,
-    cut: Callable[[Tensor], Tensor],
-    swapped: bool = False,
-) -> SharedRows:
+    A transposed convolution is one of the input with zeros in between (the stride), and the kernel reversed.
+    """
+    assert isinstance(layer, Convolution | Transposed)
     kind, axes = type(layer).__name__, len(layer.kernel_size)
     if inputs.dim() != axes + 2:
         raise ValueError(
@@ -54,8 +40,13 @@ def _shared_rows(
     # (n, k, g o, *positions) -> (n, k, s, g, o), a view
     columns = grads.flatten(3).unflatten(2, (layer.groups, -1)).permute(0, 1, 4, 2, 3)
     bias = None if layer.bias is None else "bias"
+    if isinstance(layer, Transposed):
+        size = tuple(grads.shape[3:])  # of the output, output_padding or output_size included
+        cut: Callable[[Tensor], Tensor] = partial(spread_patches, layer, size)
+    else:
+        cut = partial(patches, layer)
     part = Part(partial(_cut_window, cut, inputs), columns)
-    return SharedRows((part,), tuple(layer.weight.shape), bias=bias, swapped=swapped)
+    return SharedRows((part,), tuple(layer.weight.shape), bias=bias, swapped=isinstance(layer, Transposed))
 
 
 def _cut_window(cut: Callable[[Tensor], Tensor], inputs: Tensor, window: slice) -> Tensor:
@@ -92,10 +83,7 @@ def spread_patches(layer: Transposed, size: Sequence[int], inputs: Tensor) -> Te
     assert not isinstance(layer.padding, str)
     lengths = [(length - 1) * step + 1 for length, step in zip(inputs.shape[2:], layer.stride, strict=True)]
     spread = inputs.new_zeros(*inputs.shape[:2], *lengths)
-    view = spread
-    for axis, step in enumerate(layer.stride):
-        view = view.unfold(2 + axis, 1, step).squeeze(-1)
-    view.copy_(inputs)
+    spread[(slice(None), slice(None), *(slice(None, None, step) for step in layer.stride))] = inputs
     # Output position y holds x[q] W[u] wherever y = q stride - padding + u dilation.
     reach = [gap * (width - 1) for gap, width in zip(layer.dilation, layer.kernel_size, strict=True)]
     before = [length - pad for length, pad in zip(reach, layer.padding, strict=True)]

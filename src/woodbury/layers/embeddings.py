@@ -5,7 +5,7 @@ The Gram matrix has the two routes of `positions`, with v_s the unit vector of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,10 +77,6 @@ class EmbeddingRows(PartRows):
             x, h = part.read(window, out.dtype)
             sums = _sums_by_index(x, h[:, :, :, 0, features], indices)
             out[row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums)
-
-    def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
-        bytes_per_sample = 3 * dtype.itemsize * max(1, part.grads[0].numel())
-        return windows(part.samples, self._byte_limit // bytes_per_sample)
 
     def _without_padding(self, indices: Tensor, values: Tensor) -> Tensor:
         """Values (n, s, 1, o) with zeros at the padding index."""

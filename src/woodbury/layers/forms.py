@@ -355,30 +355,23 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(inputs, weight, bias)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """a b^T, accumulated in `dtype` if that is not None."""
-    if a is b:
-        return own_product(a, dtype)
-    if dtype is not None and dtype != a.dtype:
-        a, b = a.to(dtype), b.to(dtype)
-    return F.linear(a, b)
-
-
 # From so many rows and columns on it pays to leave out half of a symmetric product, in strips: 4 on a CPU,
 # elsewhere of 320 rows or more and at most 16.
 _HALVED_ON_CPU, _HALVED_ELSEWHERE = 192, 1024
 
 
-def own_product(a: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """a a^T, accumulated in `dtype` if that is not None.
+def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """a b^T, accumulated in `dtype` if that is not None.
 
-    Large ones in strips of rows, each up to the diagonal: 5/8 of the work in four of them.
+    A large a a^T in strips of rows, each up to the diagonal: 5/8 of the work in four of them.
     """
+    same = a is b
     if dtype is not None and dtype != a.dtype:
         a = a.to(dtype)
-    if _strips(a) == 1:
-        return F.linear(a, a)
-    return add_own_product(a.new_empty(a.shape[0], a.shape[0]), a, beta=0)
+        b = a if same else b.to(dtype)
+    if same and _strips(a) > 1:
+        return add_own_product(a.new_empty(a.shape[0], a.shape[0]), a, beta=0)
+    return F.linear(a, b)
 
 
 def _strips(a: Tensor) -> int:
@@ -389,7 +382,7 @@ def _strips(a: Tensor) -> int:
 
 
 def add_own_product(product: Tensor, a: Tensor, beta: int = 1) -> Tensor:
-    """beta product + a a^T, in place, for a product that is symmetric; in strips as in `own_product`."""
+    """beta product + a a^T, in place, for a product that is symmetric; in strips as in `product`."""
     strips = _strips(a)
     if strips == 1:
         return product.addmm_(a, a.t(), beta=beta)

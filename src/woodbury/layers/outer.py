@@ -64,13 +64,9 @@ class Layout:
             row_count -= n * k
         return layout_of(tuple(pieces))
 
-    def sample_of_row(self, device: torch.device) -> Tensor:
-        """(r,) index of the sample each row belongs to."""
-        return _sample_of_row(self.pieces, device)
-
     def of_rows(self, samples: Tensor) -> Tensor:
         """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
-        return samples if self.is_plain else samples.index_select(0, self.sample_of_row(samples.device))
+        return samples if self.is_plain else samples.index_select(0, _sample_of_row(self.pieces, samples.device))
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """(r, ...) -> (n, k, ...) of each piece."""
@@ -98,7 +94,7 @@ class Layout:
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
         """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
         if not other.is_plain:  # columns first, while there are few rows
-            samples = samples.index_select(1, other.sample_of_row(samples.device))
+            samples = samples.index_select(1, _sample_of_row(other.pieces, samples.device))
         return self.of_rows(samples)
 
 
@@ -110,6 +106,7 @@ def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
 
 @constant_tensor  # a few kilobytes per batch size
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """(r,) index of the sample each row belongs to."""
     columns = torch.tensor([k for n, k in pieces for _ in range(n)], device="cpu")
     return torch.repeat_interleave(columns).to(device)
 

@@ -76,9 +76,9 @@ class Part:
         """h times outputs (g, o), v times inputs (i)."""
         return Part(partial(_times, self, inputs), self.grads * outputs)
 
-    def head(self, row_count: int) -> Part:
-        """The first rows, of whole samples."""
-        return replace(self, grads=self.grads[: row_count // self.columns])
+    def cut(self, window: slice) -> Part:
+        """Some of the samples."""
+        return Part(partial(_within, self, window), self.grads[window])
 
     @staticmethod
     def join(parts: Sequence[Part]) -> Part:
@@ -88,6 +88,10 @@ class Part:
 
 def _times(part: Part, inputs: Tensor, window: slice) -> Tensor:
     return part.features(window) * inputs
+
+
+def _within(part: Part, samples: slice, window: slice) -> Tensor:
+    return part.features(slice(samples.start + window.start, samples.start + window.stop))
 
 
 def _joined(parts: Sequence[Part], window: slice) -> Tensor:
@@ -175,16 +179,19 @@ class PartRows(WeightRows):
         """Write sum_s h_s v_s^T of every row for a chunk of `sizes` into out (r, *chunk)."""
 
     @abstractmethod
-    def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
-        """Windows of as many samples as `max_bytes` lets read at once."""
-
-    @abstractmethod
     def change(self, part: Part, window: slice, vector: Mapping[str, Tensor]) -> Tensor:
         """The change of z along a vector, (n, s, g, o), for a window of samples."""
 
     @abstractmethod
     def add_gradient(self, total: Mapping[str, Tensor], part: Part, window: slice, grads: Tensor) -> None:
         """Add to `total` the gradient of W and b for gradients in z, (n, s, g, o), of a window of samples."""
+
+    def sample_windows(self, part: Part, dtype: torch.dtype, more: int = 0) -> Iterator[slice]:
+        """Windows of as many samples as half of `max_bytes` holds; more: numbers of each beside v, h and z."""
+        columns, positions, groups, width = part.grads.shape[1:]
+        # v twice (padded, unfolded), h and its copy, a change of z
+        numbers = positions * (2 * self.input_size + (2 * columns + 1) * groups * width) + more
+        return windows(part.samples, self._byte_limit // dtype.itemsize // 2 // max(1, numbers))
 
     def bias_rows(self, dtype: torch.dtype) -> Tensor:
         """The rows of b, sum_s h_s, (r, g o)."""
@@ -205,57 +212,46 @@ class PartRows(WeightRows):
         return add_onto(total, onto)
 
     def gram_by_pairs(self, other: Self, dtype: torch.dtype) -> Tensor:
-        """The term of W in K, as the double sum over positions."""
-        lefts, rights = self.parts, other.parts
+        """The term of W in K, as the double sum over positions, in blocks of sample pairs."""
+        same = other.parts is self.parts
+        lefts = self._cut(self.parts, dtype)
+        rights = lefts if same else self._cut(other.parts, dtype)
         gram = lefts[0].grads.new_empty(row_count(lefts), row_count(rights), dtype=dtype)
         for p, (left, rows) in enumerate(spans(lefts)):
+            x, h = left.read(slice(0, left.samples), dtype)
             for q, (right, columns) in enumerate(spans(rights)):
-                if lefts is rights and q < p:
-                    gram[rows, columns] = gram[columns, rows].t()
-                else:
-                    self._fill_by_pairs(gram[rows, columns], left, right)
-        return gram
-
-    def _fill_by_pairs(self, gram: Tensor, left: Part, right: Part) -> None:
-        """Write the block of K for one pair of parts."""
-        same, dtype, budget = left is right, gram.dtype, self._byte_limit // gram.element_size()
-        # Half the budget for the products of position pairs, half for v and h of the two blocks.
-        pair = right.positions * (
-            2 * left.columns * right.columns + 2
-        )  # one position on the left, one sample right
-        pair_count = max(1, budget // 2 // pair)
-        largest = max(part.positions * self.input_size + part.grads[0].numel() for part in (left, right))
-        sample_limit = max(1, budget // 4 // largest)
-        pairs = pair_count // left.positions
-        if pairs:
-            left_step = min(left.samples, sample_limit, math.isqrt(pairs))
-            right_step = left_step if same else min(right.samples, sample_limit, max(1, pairs // left_step))
-            position_step = left.positions
-        else:
-            left_step = right_step = 1
-            position_step = pair_count
-        for a in windows(left.samples, left_step):
-            rows, (x, h) = row_window(left, a), left.read(a, dtype)
-            for b in windows(right.samples, right_step):
-                columns = row_window(right, b)
-                if same and b.start < a.start:
+                if same and q < p:
                     gram[rows, columns] = gram[columns, rows].t()
                     continue
-                y, e = (x, h) if same and a == b else right.read(b, dtype)
-                total: Tensor | None = None
-                for s in windows(left.positions, position_step):
-                    for group in range(h.shape[3]):
-                        term = self._sum_pairs(x[:, s], y, h[:, :, s, group], e[:, :, :, group], group)
-                        total = term if total is None else total.add_(term)
-                assert total is not None
-                gram[rows, columns] = total.flatten(2).flatten(0, 1)
+                y, e = (x, h) if right is left else right.read(slice(0, right.samples), dtype)
+                gram[rows, columns] = self._sum_pairs(x, y, h, e).flatten(2).flatten(0, 1)
+        return gram
 
-    def _sum_pairs(self, x: Tensor, y: Tensor, h: Tensor, e: Tensor, group: int) -> Tensor:
-        """sum_{s,t} (v_is . v_jt) (h_is . h_jt) of one group, (n, k, m, l)."""
-        outer = torch.tensordot(h, e, dims=([3], [3]))  # (n, k, s, m, l, t)
-        # cast before it is spread: of a mask that would be a copy
-        products = self.inner(x, y, group).to(h.dtype)
-        return outer.mul_(products[:, None, :, :, None]).sum((2, 5))
+    def _cut(self, parts: Sequence[Part], dtype: torch.dtype) -> list[Part]:
+        """Parts of fewer samples: two at once fit into half of `max_bytes`, their pairs into the other half."""
+        blocks, budget = [], self._byte_limit // dtype.itemsize
+        for part in parts:
+            numbers = part.positions * self.input_size + part.grads[0].numel()
+            pairs = part.positions**2 * (2 * part.columns**2 + 2)
+            step = min(budget // 4 // numbers, math.isqrt(budget // 2 // pairs))
+            blocks += [part] if step >= part.samples else [part.cut(w) for w in windows(part.samples, step)]
+        return blocks
+
+    def _sum_pairs(self, x: Tensor, y: Tensor, h: Tensor, e: Tensor) -> Tensor:
+        """sum_{s,t} (v_is . v_jt) (h_is . h_jt), (n, k, m, l), by some s at a time where all do not fit."""
+        total: Tensor | None = None
+        samples, columns, positions = e.shape[:3]
+        pairs = len(h) * samples * positions * (2 * h.shape[1] * columns + 2)  # for one s
+        for s in windows(h.shape[2], self._byte_limit // h.element_size() // 2 // pairs):
+            for group in range(h.shape[3]):
+                # (n, k, s, m, l, t)
+                outer = torch.tensordot(h[:, :, s, group], e[:, :, :, group], dims=([3], [3]))
+                # cast before it is spread: of a mask that would be a copy
+                products = self.inner(x[:, s], y, group).to(h.dtype)
+                term = outer.mul_(products[:, None, :, :, None]).sum((2, 5))
+                total = term if total is None else total.add_(term)
+        assert total is not None
+        return total
 
     def gram_by_gradients(self, other: Self, dtype: torch.dtype) -> Tensor:
         """The term of W in K, from rows written out for one chunk of W at a time.
@@ -309,9 +305,9 @@ class PartRows(WeightRows):
 
     def head(self, row_count: int) -> RowForm:
         inside = [(part, span) for part, span in spans(self.parts) if span.start < row_count]
-        return replace(
-            self, parts=tuple(part.head(min(row_count, span.stop) - span.start) for part, span in inside)
-        )
+        counts = [(min(row_count, span.stop) - span.start) // part.columns for part, span in inside]
+        parts = [part.cut(slice(0, count)) for (part, _), count in zip(inside, counts, strict=True)]
+        return replace(self, parts=tuple(parts))
 
     @staticmethod
     def concatenate(forms: Sequence[Any]) -> RowForm:

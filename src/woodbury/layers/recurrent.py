@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,20 +37,6 @@ _IN_LAYERS = [
 # A use of W and b during a pass: v and z = W v + b, (n, t, features) each, the places of W and b, and a factor on
 # gradients in z of the same shape, or None.
 Report = Callable[[Tensor, Tensor, "tuple[Place | None, Place | None]", "Tensor | None"], None]
-
-
-class Weights(NamedTuple):
-    """The parameters of one layer in one direction; b may be None."""
-
-    ih: Tensor
-    hh: Tensor
-    bias_ih: Tensor | None
-    bias_hh: Tensor | None
-
-    @staticmethod
-    def of(layer: nn.Module, suffix: str) -> Weights:
-        values = [getattr(layer, name + suffix, None) for name in NAMES]
-        return Weights(*values)  # type: ignore[arg-type]
 
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
@@ -138,22 +124,21 @@ def _run(
 
     suffix is that of the names of the weights.
     """
-    weights, backward = Weights.of(layer, suffix), suffix.endswith("_reverse")
+    W_ih, W_hh, b_ih, b_hh = (getattr(layer, name + suffix, None) for name in NAMES)
+    assert W_ih is not None and W_hh is not None
+    backward = suffix.endswith("_reverse")
 
     def place(tensor: Tensor | None) -> Place | None:
         name = names.get(id(tensor))
         return None if tensor is None or name is None else whole_parameter(name, tensor.shape)
 
     gated = isinstance(layer, nn.GRU | nn.GRUCell)
-    bias = weights.bias_ih
-    if bias is not None and weights.bias_hh is not None and not gated:
-        bias = bias + weights.bias_hh
-    z = F.linear(xs, weights.ih, bias)
+    bias = b_ih if gated or b_ih is None or b_hh is None else b_ih + b_hh
+    z = F.linear(xs, W_ih, bias)
     if torch.is_grad_enabled() and not z.requires_grad:  # all of it is frozen, perhaps not W_hh
         z = z.detach().requires_grad_()
     # One use each in the autograd graph, however many steps there are.
-    matrix, shift = weights.hh.clone().t(), weights.bias_hh if gated else None
-    shift = None if shift is None else shift.clone()
+    matrix, shift = W_hh.clone().t(), b_hh.clone() if gated and b_hh is not None else None
     before: list[Tensor] = []
     factors: list[Tensor] = []
     hidden: list[Tensor] = []
@@ -171,7 +156,7 @@ def _run(
         hidden.append(state[0])
     if backward:
         before, factors, hidden = before[::-1], factors[::-1], hidden[::-1]
-    on_inputs, on_state = (place(weights.ih), place(weights.bias_ih)), (place(weights.hh), place(weights.bias_hh))
+    on_inputs, on_state = (place(W_ih), place(b_ih)), (place(W_hh), place(b_hh))
     if on_inputs != (None, None):
         report(xs, z, on_inputs, None)
     if on_state != (None, None):

@@ -32,7 +32,7 @@ def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | 
             "samples first"
         )
     assert isinstance(layer.weight, Tensor)
-    return sequence_rows(inputs, grads, layer.weight.shape, "weight", bias)
+    return sequence_rows(inputs, grads, layer.weight.shape, bias=bias)
 
 
 def has_own_parameters(layer: nn.Module) -> bool:
@@ -41,24 +41,25 @@ def has_own_parameters(layer: nn.Module) -> bool:
 
 
 def sequence_rows(
-    inputs: Tensor, grads: Tensor, shape: torch.Size, weight: str | None, bias: str | None
+    inputs: Tensor,
+    grads: Tensor,
+    shape: torch.Size,
+    weight: str | None = "weight",
+    bias: str | None = "bias",
+    swapped: bool = False,
 ) -> SharedRows:
     """z = W v + b at every position: v (n, ..., i), h (n, k, ..., o)."""
-    part = Part(partial(_positions, inputs), grads.flatten(2, -2).unsqueeze(3))
-    return SharedRows((part,), tuple(shape), weight=weight, bias=bias)
-
-
-def _positions(inputs: Tensor, window: slice) -> Tensor:
-    return inputs[window].flatten(1, -2).unsqueeze(2)
+    n, k = grads.shape[:2]
+    features = inputs.reshape(n, -1, 1, inputs.shape[-1])
+    part = Part(features.__getitem__, grads.reshape(n, k, -1, 1, grads.shape[-1]))
+    return SharedRows((part,), tuple(shape), weight=weight, bias=bias, swapped=swapped)
 
 
 @register_layer("transformers.pytorch_utils.Conv1D", parameters=WEIGHT_AND_BIAS)
 def turned_linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
     """z = W^T v + b at every position, as GPT-2 has it: a Linear layer whose W is stored as (i, o)."""
     assert isinstance(layer.weight, Tensor)
-    n, k, width = grads.shape[0], grads.shape[1], grads.shape[-1]
-    part = Part(inputs.reshape(n, -1, 1, inputs.shape[-1]).__getitem__, grads.reshape(n, k, -1, 1, width))
-    return SharedRows((part,), tuple(layer.weight.shape), swapped=True)
+    return sequence_rows(inputs, grads, layer.weight.shape, swapped=True)
 
 
 @register_layer(nn.Bilinear, parameters=WEIGHT_AND_BIAS)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from woodbury.layers.forms import windows
 from woodbury.layers.positions import ELEMENTWISE, Part, PartRows, row_count, row_window
 
 
@@ -70,18 +69,11 @@ class SharedRows(PartRows):
 
     def write_gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
         groups, outputs, inputs = chunk
-        for window in self.sample_windows(part, out.dtype):
+        block = min(math.prod(self.sizes), self._byte_limit // out.element_size() // 8)  # of G
+        for window in self.sample_windows(part, out.dtype, part.columns * block):
             v, h = part.read(window, out.dtype)
             product = torch.einsum("nksgo,nsgi->nkgoi", h[..., groups, outputs], v[..., groups, inputs])
             out[row_window(part, window)] = product.flatten(0, 1)
-
-    def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
-        groups, width, features = self.sizes
-        columns = part.columns
-        # v twice (padded, unfolded), h and its copy, a change of z, a block of G
-        numbers = part.positions * groups * (2 * features + (2 * columns + 1) * width)
-        numbers += columns * min(groups * width * features, self._byte_limit // dtype.itemsize // 8)
-        return windows(part.samples, self._byte_limit // dtype.itemsize // 2 // max(1, numbers))
 
     def change(self, part: Part, window: slice, vector: Mapping[str, Tensor]) -> Tensor:
         bias = 0.0 if self.bias is None else vector[self.bias].reshape(self.sizes[:2])

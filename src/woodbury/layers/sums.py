@@ -107,11 +107,10 @@ class SumRows(RowForm):
             for (form, places), (theirs, _) in zip(self.uses, other.uses, strict=True):
                 own = None if scales is None else {name: scales[place.name] for name, place in places.items()}
                 total = form.gram(theirs, own, dtype, total)
-            assert total is not None
-            return total
-        for name, shape in self.shapes.items():
-            term = self._gram_of(other, name, shape, dtype)
-            total = add_onto(term if scales is None else term.mul_(scales[name]), total)
+        else:
+            for name, shape in self.shapes.items():
+                term = self._gram_of(other, name, shape, dtype)
+                total = add_onto(term if scales is None else term.mul_(scales[name]), total)
         assert total is not None
         return total
 

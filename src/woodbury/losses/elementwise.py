@@ -23,8 +23,7 @@ from woodbury.losses.rules import (
 class SquaredError(StructuredRule):
     """l = |y - t|^2 / C, so H = (2/C) I: torch's MSELoss averages over outputs and has no 1/2."""
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         squares = (outputs - targets).square()
@@ -50,8 +49,7 @@ class Logistic(StructuredRule):
     weights are those of outputs, the same for all samples.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
@@ -86,26 +84,23 @@ class Logistic(StructuredRule):
         return total if outputs.shape[1] == 1 or self.is_sum(loss) else total / outputs.shape[1]
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        share = share_of_output(loss, outputs)
-        if not _is_weighted(loss):
-            return (outputs.sigmoid() - targets) * share
         weight, pos_weight = _weights(loss, outputs, targets)
-        targets = targets.reshape(outputs.shape)
+        targets = targets if targets.dim() == 2 else targets.reshape(outputs.shape)
         if pos_weight is None:
             residual = outputs.sigmoid() - targets
         else:
             residual = (1 + (pos_weight - 1) * targets) * outputs.sigmoid() - pos_weight * targets
-        return residual * share if weight is None else residual * (weight * share)
+        share = share_of_output(loss, outputs)
+        return residual * (share if weight is None else weight * share)
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
         variance = outputs.sigmoid() * outputs.neg().sigmoid() * share_of_output(loss, outputs)
-        if _is_weighted(loss):
-            weight, pos_weight = _weights(loss, outputs, targets)
-            if pos_weight is not None:
-                variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
-            if weight is not None:
-                variance = variance * weight
+        weight, pos_weight = _weights(loss, outputs, targets)
+        if pos_weight is not None:
+            variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
+        if weight is not None:
+            variance = variance * weight
         root = variance.clamp_min(smallest_probability(outputs.dtype)).sqrt()
         return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
 
@@ -114,23 +109,19 @@ def _is_weighted(loss: Any) -> bool:
     return loss.pos_weight is not None or loss.weight is not None
 
 
-def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> list[Tensor | None]:
     """weight and pos_weight of each output of a sample, (C,), or None; prepared targets have the shape."""
-    return tuple(  # type: ignore[return-value]
-        None if own is None else _over_outputs(own, name, tuple(targets.shape)).to(outputs.dtype)
-        for name, own in (("weight", loss.weight), ("pos_weight", loss.pos_weight))
-    )
-
-
-def _over_outputs(weight: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A weight of BCEWithLogitsLoss for each output of a sample, (C,), broadcast as torch does."""
-    try:
-        return weight.expand(1, *shape[1:]).reshape(-1)
-    except RuntimeError:
-        raise ValueError(
-            f"BCEWithLogitsLoss({name}=...) of shape {tuple(weight.shape)} does not fit outputs of shape "
-            f"{shape}: it must have a shape that torch broadcasts to {shape[1:]}, the outputs of one sample"
-        ) from None
+    found: list[Tensor | None] = []
+    for name in ("weight", "pos_weight"):
+        own, shape = getattr(loss, name), tuple(targets.shape)
+        try:
+            found.append(None if own is None else own.expand(1, *shape[1:]).reshape(-1).to(outputs.dtype))
+        except RuntimeError:
+            raise ValueError(
+                f"BCEWithLogitsLoss({name}=...) of shape {tuple(own.shape)} does not fit outputs of shape "
+                f"{shape}: it must have a shape that torch broadcasts to {shape[1:]}, the outputs of one sample"
+            ) from None
+    return found
 
 
 @register_loss(nn.PoissonNLLLoss)
@@ -142,8 +133,7 @@ class Poisson(StructuredRule):
     but no curvature: there r is not in the range of S.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         prepared = super().prepare(loss, outputs, targets)
@@ -189,8 +179,7 @@ class Gaussian(StructuredRule):
     torch.stack([target, var], dim=1), each of the shape of the outputs.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         wanted = (len(outputs), 2, *outputs.shape[1:])

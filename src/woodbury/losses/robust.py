@@ -33,8 +33,7 @@ class Robust(StructuredRule):
     counts in w as at least `FLOOR` |t| + eps; r = sign(d) is exact.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def check(self, loss: nn.Module) -> None:
         super().check(loss)

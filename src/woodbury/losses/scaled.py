@@ -1,4 +1,4 @@
-"""A constant times a loss, a loss that counts nothing, and no loss at all."""
+"""A constant times a loss, and no loss at all."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class _NoLossRule(LossRule):
 
 
 class ScaledLoss(nn.Module):
-    """A constant times a loss."""
+    """A constant times a loss; without `counts` that of a process that has borrowed a sample, having none."""
 
-    def __init__(self, loss: nn.Module, factor: float) -> None:
+    def __init__(self, loss: nn.Module, factor: float, counts: bool = True) -> None:
         super().__init__()
-        self.loss, self.factor = loss, factor
+        self.loss, self.factor, self.counts = loss, factor, counts
 
     @property
     def reduction(self) -> str:
@@ -59,7 +59,7 @@ class _ScaledRule(StructuredRule):
         return _rule(loss).prepare(loss.loss, outputs, targets)
 
     def count(self, loss: Any, targets: Tensor) -> Scalar:
-        return _rule(loss).count(loss.loss, targets)
+        return _rule(loss).count(loss.loss, targets) if loss.counts else 0
 
     def values(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         return _rule(loss).values(loss.loss, outputs, targets) * loss.factor
@@ -85,16 +85,3 @@ class _ScaledRule(StructuredRule):
 
 def _rule(loss: Any) -> LossRule:
     return loss_rule(loss.loss)
-
-
-class NoSamples(ScaledLoss):
-    """0 times a loss: of a process that has no sample in a batch, and has borrowed one for its shapes."""
-
-    def __init__(self, loss: nn.Module) -> None:
-        super().__init__(loss, 0.0)
-
-
-@register_loss(NoSamples)
-class _NoSamplesRule(_ScaledRule):
-    def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
-        return 0

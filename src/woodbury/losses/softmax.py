@@ -40,8 +40,7 @@ class Softmax(StructuredRule):
     step wait: there targets (n,) can be ignored only if `ignore_index` is not torch's default -100.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
@@ -146,39 +145,30 @@ class Softmax(StructuredRule):
         return (shape[1] - 1) * math.prod(shape[2:])
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        positions, smoothing = _positions(targets), _smoothing(loss)
-        if targets.dim() == 1 and not smoothing:  # none is ignored
-            return self._plain(loss, outputs, targets, "none")
-        logarithms = self._logarithms(by_position(outputs, positions))
+        positions = _positions(targets)
+        outputs = by_position(outputs, positions)
         if targets.is_floating_point():
-            values = -(by_position(targets.flatten(1), positions) * logarithms).sum(1)
+            values = -(by_position(targets.flatten(1), positions) * outputs.log_softmax(1)).sum(1)
         else:
-            labels, ignored = _labels(targets)
-            weight = _weight(loss, outputs.dtype)
-            values = -logarithms.gather(1, labels)
-            if weight is not None:
-                values = values * weight[labels]
-                logarithms = logarithms * weight if smoothing else logarithms
-            if smoothing:
-                values = (1 - smoothing) * values - smoothing * logarithms.mean(1, keepdim=True)
-            if ignored is not None:
-                values = values.masked_fill(ignored, 0.0)
-            values = values.squeeze(1)
+            labels, ignored = (targets, _UNUSED) if targets.dim() == 1 else (targets.flatten(), -1)
+            values = self._of_labels(loss, outputs, labels, ignored, "none")
         return values if positions == 1 else values.view(-1, positions).sum(1)
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        if targets.dim() == 1 and not _smoothing(loss):
-            return self._plain(loss, outputs, targets, "sum")
+        if targets.dim() == 1:
+            return self._of_labels(loss, outputs, targets, _UNUSED, "sum")
         return super().total(loss, outputs, targets)
 
-    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """torch's own values for class indices (n,), none of them ignored."""
-        weight = _weight(loss, outputs.dtype)
-        return F.cross_entropy(outputs, targets, weight, reduction=reduction, ignore_index=_UNUSED)
-
-    def _logarithms(self, outputs: Tensor) -> Tensor:
-        """log p for outputs (n T, C)."""
-        return outputs.log_softmax(1)
+    def _of_labels(self, loss: nn.Module, outputs: Tensor, labels: Tensor, ignored: int, reduction: str) -> Tensor:
+        """torch's own values for outputs (n T, C) and class indices (n T,), 0 where these are ignored."""
+        return F.cross_entropy(
+            outputs,
+            labels,
+            _weight(loss, outputs.dtype),
+            reduction=reduction,
+            ignore_index=ignored,
+            label_smoothing=_smoothing(loss),
+        )
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         positions = _positions(targets)
@@ -246,8 +236,7 @@ class LogLikelihood(Softmax):
     the step is rejected.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         if targets is not None and targets.is_floating_point():
@@ -266,15 +255,12 @@ class LogLikelihood(Softmax):
                 )
         return prepared
 
-    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def _of_labels(self, loss: nn.Module, outputs: Tensor, labels: Tensor, ignored: int, reduction: str) -> Tensor:
+        if outputs.is_cuda:
+            off = outputs.logsumexp(1, keepdim=True).abs() > 0.1  # beyond the rounding of any type
+            outputs = outputs.masked_fill(off, math.nan)
         weight = _weight(loss, outputs.dtype)
-        return F.nll_loss(self._logarithms(outputs), targets, weight, reduction=reduction, ignore_index=_UNUSED)
-
-    def _logarithms(self, outputs: Tensor) -> Tensor:
-        if not outputs.is_cuda:
-            return outputs
-        off = outputs.logsumexp(1, keepdim=True).abs() > 0.1  # beyond the rounding of any type
-        return outputs.masked_fill(off, math.nan)
+        return F.nll_loss(outputs, labels, weight, ignore_index=ignored, reduction=reduction)
 
     def curved_loss(self, loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
         options = {"ignore_index": loss.ignore_index, "reduction": loss.reduction}

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from woodbury import _batch
 from woodbury._choice import part_named
 from woodbury.losses.rules import loss_rule
-from woodbury.losses.scaled import NoSamples
+from woodbury.losses.scaled import ScaledLoss
 from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.quadratic.quadratic import Problem
 
@@ -122,6 +122,6 @@ def _count(inputs: Any) -> int:
 
 def count_nothing(problem: Problem) -> Problem:
     """The problem of a process that has borrowed its sample: it counts 0 times."""
-    loss = NoSamples(problem.passes.loss)
+    loss = ScaledLoss(problem.passes.loss, 0.0, counts=False)
     passes = replace(problem.passes, chain=None, loss=loss, rule=loss_rule(loss), samples_count=False)
     return replace(problem, passes=passes)

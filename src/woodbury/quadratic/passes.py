@@ -98,7 +98,7 @@ class Passes:
     def divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
         """D of N2 curvature samples of all processes with M = term_count, where f is that of N1 = `of` samples."""
         if self.is_sum:
-            return curvature.divisor_of_sum(samples, of)
+            return samples / of  # B is the Hessian, or the Fisher matrix, of such a sum
         return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)
 
     def totals(self, pieces: Sequence[Piece], curvature: Curvature, batch: Batch) -> tuple[Scalar, Scalar, Scalar]:
