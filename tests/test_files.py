@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_run_is_not_resumed(tmp_path):
     assert (folder / "records.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("damping", [{"initial": 10}, {"Constant": {"initial": 2}}, 3])
+@pytest.mark.parametrize("damping", [{"LevenbergMarquardt": {"initial": 10}}, {"Constant": {"initial": 2}}, 3])
 def test_a_whole_number_as_damping_is_resumed_from(damping, tmp_path):
     """It becomes a fraction on the way."""
     train(tiny_config(damping=damping), tmp_path / "whole", data=DATA)

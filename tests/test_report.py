@@ -23,7 +23,8 @@ from woodbury.runs.medians import groups_of
 from woodbury.runs.panels import Panel, describe
 from woodbury.runs.storage import RunFolderError
 
-LM = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
+FIELDS = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
+LM = {"LevenbergMarquardt": FIELDS}
 
 
 def write_run(
@@ -227,7 +228,8 @@ def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_
     for seed in range(2):
         write_run(tmp_path / f"a{seed}", "sgd", seed=seed, settings={"lr": 0.1, "momentum": 0.9})
         write_run(tmp_path / f"b{seed}", "sgd", seed=seed, settings={"lr": 0.01, "momentum": 0.9})
-        write_run(tmp_path / f"c{seed}", settings={"damping": {**LM, "boost": 2.0}, "seed": seed}, seed=seed)
+        other = {"LevenbergMarquardt": {**FIELDS, "boost": 2.0}}
+        write_run(tmp_path / f"c{seed}", settings={"damping": other, "seed": seed}, seed=seed)
         write_run(tmp_path / f"d{seed}", settings={"damping": LM, "seed": seed}, seed=seed)
         rule = {"Constant": {"initial": 1.0, "floor": 1e-3}}
         write_run(tmp_path / f"f{seed}", "smw-ng", settings={"damping": rule, "seed": seed}, seed=seed)
