@@ -87,11 +87,11 @@ CASES = [
 ]
 
 
-STEPS = 6
+STEPS = 3  # few: those of conjugate gradients amplify the errors of the ones before
 
 
 def train(rank, world, sizes, turn):
-    """The parameters, the damping, the last numbers and the last iterations of each case.
+    """The parameters, the damping, the last numbers and the iterations of each case.
 
     Half of each part is S2 in every other case.
     """
@@ -105,10 +105,11 @@ def train(rank, world, sizes, turn):
         subset = None
         if half:
             subset = torch.arange(0, len(own), 2) if world > 1 else torch.cat([part[::2] for part in parts])
+        iterations = 0  # of conjugate gradients, in all steps
         for _ in range(STEPS):
             info = optimizer.step(inputs[own], targets[own], subset=subset)
+            iterations += getattr(optimizer, "iterations", 1)
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-        iterations = getattr(optimizer, "iterations", 1)  # of conjugate gradients
         results.append((flat, optimizer.state["damping"], info.as_dict(), iterations))
     return results
 
@@ -123,7 +124,7 @@ def test_steps_of_several_processes_are_those_of_one(world, turn):
     everyone = processes.run(train, world, SPREAD[world], turn)
     for case, (flat, damping, info, iterations) in zip(CASES, expected, strict=True):
         index = CASES.index(case)
-        given = {"damping": info["damping"], "steps": STEPS * iterations}
+        given = {"damping": info["damping"], "steps": iterations}
         bound = bounds.of_step(MODELS[case[0]](), nn.CrossEntropyLoss(), *data(case[0]), **given)
         # f(theta) - f(theta + p) cancels in the ratio
         of_info = bound * max(1.0, abs(info["loss"] / (info["ratio"] * info["predicted"])))
