@@ -8,7 +8,7 @@ method are a factor 2 apart, around the best of an earlier search on seed 0 with
 settings of the natural gradient (rates, initial damping, blocks) and 6 each of Gauss-Newton, SGD and Adam, after
 eight runs of a whole epoch.
 
-    python examples/cnn.py --data-dir data          # MNIST, one epoch each: 9 minutes
+    python examples/cnn.py --data-dir data          # MNIST, one epoch each: 20 minutes
     python examples/cnn.py                          # the small digits, 10 epochs each
     python examples/cnn.py --epochs 1 --seeds 1
 """

@@ -8,7 +8,7 @@ seed 0 is run again on seeds from 100 on, and those runs are drawn. The three se
 settings of the natural gradient (rate, initial damping, blocks) and 4 rates of Adam in runs of 150 steps, and
 Adam's lr 0.005 in a run of 400.
 
-    python examples/language_model.py               # 5 minutes
+    python examples/language_model.py               # 12 minutes
     python examples/language_model.py --steps 100 --seeds 1
     python examples/language_model.py --width 128 --layers 4 --context 128 --steps 3000
 """
