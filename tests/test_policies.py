@@ -115,6 +115,7 @@ def test_other_settings_stay_as_they_are(value):
         ({"Constant": {"initial": 1.0, "boost": 2.0}}, "Constant has no field 'boost', only initial, floor"),
         ({"Constant": {}}, "Constant.*'initial'"),
         ({"initial": 1.0}, "there is no policy 'initial', only LevenbergMarquardt"),
+        ({"Constant": {"initial": 1.0}, "floor": 2.0}, "there is no policy 'Constant', 'floor', only"),
     ],
 )
 def test_an_unknown_policy_or_field_is_named(plain, message):

@@ -13,6 +13,7 @@ from woodbury.losses.factors import DiagonalFactor, Factor
 from woodbury.losses.rules import (
     StructuredRule,
     check_weights,
+    over_outputs,
     register_loss,
     share_of_output,
     smallest_probability,
@@ -26,8 +27,7 @@ class SquaredError(StructuredRule):
     by_hand = takes_sum = True
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        squares = (outputs - targets).square()
-        return squares.sum(1) if self.is_sum(loss) else squares.mean(1)
+        return over_outputs(loss, (outputs - targets).square())
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         total = F.mse_loss(outputs, targets, reduction="sum")
@@ -75,7 +75,7 @@ class Logistic(StructuredRule):
             )
         else:
             each = F.softplus(outputs) - targets * outputs
-        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+        return over_outputs(loss, each)
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         if _is_weighted(loss):
@@ -150,7 +150,7 @@ class Poisson(StructuredRule):
             eps=loss.eps,
             reduction="none",
         )
-        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+        return over_outputs(loss, each)
 
     def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         slope = outputs.exp() - targets if loss.log_input else 1 - targets / (outputs + loss.eps)
@@ -201,7 +201,7 @@ class Gaussian(StructuredRule):
         each = 0.5 * (variance.log() + (outputs - target).square() / variance)
         if loss.full:
             each = each + 0.5 * math.log(2 * math.pi)
-        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+        return over_outputs(loss, each)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         precision, target = self._precision(loss, outputs, targets)

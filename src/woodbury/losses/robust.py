@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury.losses.factors import DiagonalFactor, Factor
-from woodbury.losses.rules import StructuredRule, register_loss, share_of_output
+from woodbury.losses.rules import StructuredRule, over_outputs, register_loss, share_of_output
 
 # Without it an output that meets its target would never leave it again. Of 1e-1 to 1e-8, 1e-4 ended with the
 # lowest loss or nearly so on a regression with noise and without (60 steps); more than 1e-3 kept the loss up.
@@ -43,7 +43,7 @@ class Robust(StructuredRule):
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         each = self._rho(loss, outputs, targets, "none")
-        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+        return over_outputs(loss, each)
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._rho(loss, outputs, targets, "sum") * share_of_output(loss, outputs)

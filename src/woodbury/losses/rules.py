@@ -258,6 +258,11 @@ def share_of_output(loss: Any, outputs: Tensor) -> float:
     return 1.0 if loss.reduction == "sum" else 1 / outputs.shape[1]
 
 
+def over_outputs(loss: Any, each: Tensor) -> Tensor:
+    """The loss of a sample, (n,), from that of each output, (n, C)."""
+    return each.sum(1) if loss.reduction == "sum" else each.mean(1)
+
+
 def smallest_probability(dtype: torch.dtype) -> float:
     """The least probability in S: it keeps e = r / S finite and changes H by far less than rounding."""
     return torch.finfo(dtype).eps ** 1.5

@@ -32,8 +32,9 @@ def from_plain(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     name, fields = next(iter(value.items()), ("", {}))
-    if name not in POLICIES or not isinstance(fields, Mapping):
-        raise TypeError(f"there is no policy {name!r}, only {', '.join(POLICIES)}")
+    if len(value) != 1 or name not in POLICIES or not isinstance(fields, Mapping):
+        given = ", ".join(map(repr, value))
+        raise TypeError(f"there is no policy {given}, only {', '.join(POLICIES)}")
     known = [field.name for field in dataclasses.fields(POLICIES[name])]
     for field in fields:
         if field not in known:
