@@ -31,7 +31,7 @@ class Records:
         if not _lock(self._file.fileno()):
             self._file.close()
             raise RunFolderError(f"{folder} is in use, by another process or a recorder that was not closed")
-        self.length = 0
+        self._sha256, self.length = hashlib.sha256(), 0
 
     def __enter__(self) -> "Records":
         return self
@@ -53,7 +53,7 @@ class Records:
         if len(content) < length or sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise ValueError(f"{RECORDS_FILE} has changed since the checkpoint was written")
         self._file.truncate(length)
-        self.length = length
+        self._sha256, self.length = hashlib.sha256(content), length
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record, with null for numbers that are not finite: all of it or, if interrupted, nothing."""
@@ -68,6 +68,7 @@ class Records:
         except BaseException:
             self.go_back(self.length)
             raise
+        self._sha256.update(line)
         self.length += len(line)
 
     def sync(self) -> None:
@@ -77,9 +78,8 @@ class Records:
 
     @property
     def sha256(self) -> str:
-        """The checksum of everything so far."""
-        self._file.seek(0)
-        return hashlib.sha256(self._file.read()).hexdigest()
+        """The checksum of everything so far, as it was written."""
+        return self._sha256.hexdigest()
 
 
 def _lock(descriptor: int) -> bool:
