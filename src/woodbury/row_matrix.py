@@ -72,6 +72,7 @@ class Rows:
         self.row_count = row_count
         self.scale = scale
         self._names = plan.owned
+        self._written: Tensor | None = None  # U itself, where `curvature` has written it out
 
     def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:
         """K = U D U'^T, (r, r'), summed over layers; U' = U and D = I by default.
@@ -152,6 +153,8 @@ class Rows:
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """U v, (r,), for a vector v by parameter name (the paper's J theta_1)."""
+        if self._written is not None and isinstance(vector, Vector):
+            return self._written.mv(vector.flat)
         return torch.stack(self.layer_matvec(vector)).sum(0)
 
     def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
@@ -164,6 +167,8 @@ class Rows:
 
     def rmatvec(self, coefficients: Tensor) -> Vector:
         """U^T c for coefficients (r,), or (layers, r) to give each layer its own (the paper's J^T x)."""
+        if self._written is not None and coefficients.dim() == 1:
+            return self.plan.space.vector(self._written.t().mv(coefficients))
         result: Parts = {}
         for index, (name, form) in enumerate(self.forms.items()):
             own = coefficients[index] if coefficients.dim() == 2 else coefficients
@@ -203,6 +208,8 @@ class Rows:
         for strip, rows in zip(strips, spans, strict=True):
             left = self._write_rows(strip, row_count, dtype)
             add_own_product(matrix[rows, rows], left.t(), beta=0)
+            if left.shape == self.shape and [slab.name for slab in strip] == list(self.plan.parameters):
+                self._written = left if dtype == self.plan.dtype else None
             for other, columns in zip(strips, spans, strict=True):
                 if columns.start >= rows.stop:
                     right = self._write_rows(other, row_count, dtype)

@@ -19,8 +19,9 @@ unless they are given. Conditions on the solution are rows without derivatives, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -142,30 +143,32 @@ class _Source:
     def evaluate(self, model: nn.Module, inputs: Any, targets: Tensor | None, count: int, like: Tensor) -> Tensor:
         """The residuals (n, k), without a graph; raises an error that names the term if one is not finite."""
         parts = []
+
+        @cache
+        def key() -> Hashable:
+            return fingerprint.of_model(model), fingerprint.of_function(self.residual.function)
+
         for start in range(0, count, AT_ONCE):
             window = slice(start, min(start + AT_ONCE, count))
             own_inputs, own_targets = _batch.part((inputs, targets), window, count)
             scale = like.new_ones(window.stop - window.start, 1)
-            parts.append(self._values(model, own_inputs, own_targets, scale))
+            parts.append(self._values(model, key, own_inputs, own_targets, scale))
         residual = torch.cat(parts)
         if not bool(torch.isfinite(residual).all()):
             raise ValueError(f"fit: term {self.name!r} gives residuals that are not finite: check its function")
         self.mean_square = float(residual.square().mean())
         return residual
 
-    def _values(self, model: nn.Module, inputs: Any, targets: Tensor | None, scale: Tensor) -> Tensor:
+    def _values(self, model: nn.Module, key: Callable[[], Hashable], *batch: Any) -> Tensor:
         def run(*batch: Any) -> Tensor:
             return self.residual(model, *batch)
 
-        def key() -> Hashable:
-            return fingerprint.of_model(model), fingerprint.of_function(self.residual.function)
-
         try:
             with torch.no_grad():
-                values: Tensor = self.replays(key, run, inputs, targets, scale)
+                values: Tensor = self.replays(key, run, *batch)
         except RuntimeError:  # it differentiates the model by torch.autograd.grad
             with torch.enable_grad():
-                values = self.replays(key, run, inputs, targets, scale)
+                values = self.replays(key, run, *batch)
         return values.detach()
 
 

@@ -38,6 +38,7 @@ GROWTH = 2  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
 MOST_ROWS, MOST_ROWS_ON_CPU = 8, 4  # samples per parameter at most: more add little to the curvature
+MOST_SAMPLES = 32768  # of a step: more take longer than they are worth
 COPIES = 6  # of the rows that a step holds at once, at most
 AVAILABLE = 0.5  # of the memory that is left: a step takes no more than this by itself
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
@@ -64,7 +65,7 @@ class SolvingRun(Run):
         on_cpu = self.device.type == "cpu"
         fewest, most = (LEAST, MOST) if on_cpu else (8 * LEAST, MOST_ON_DEVICE)
         usual = min(max(round(1.5 * self.size), fewest), most, max(64, MOST_ROWS * self.size))
-        self.most = (MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size  # samples of a step
+        self.most = min((MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size, MOST_SAMPLES)
         while usual > LEAST and not self._fits(usual):
             usual //= 2
         few = source.has_terms  # each has points of its own, and few are enough at first

@@ -355,7 +355,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(inputs, weight, bias)
 
 
-# From so many rows and columns on it pays to leave out half of a symmetric product, in strips: 4 on a CPU,
+# From so many rows and columns on it pays to leave out half of a symmetric product, in strips: 4 to 12 on a CPU,
 # elsewhere of 320 rows or more and at most 16.
 _HALVED_ON_CPU, _HALVED_ELSEWHERE = 192, 1024
 
@@ -377,7 +377,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _strips(a: Tensor) -> int:
     """In how many strips to form a a^T."""
     if a.device.type == "cpu":
-        return 4 if min(a.shape) >= _HALVED_ON_CPU else 1
+        return min(max(a.shape[0] // 112, 4), 12) if min(a.shape) >= _HALVED_ON_CPU else 1
     return min(a.shape[0] // 320, 16) if min(a.shape) >= _HALVED_ELSEWHERE else 1
 
 

@@ -7,17 +7,18 @@ looks like N = sum_t n_t k_t samples with one output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from woodbury._vector import Parts
 from woodbury.layers.forms import RowForm, concatenate_forms
 from woodbury.model.capture import GraphCapture
-from woodbury.model.chain import ChainCapture, MovedForward
+from woodbury.model.chain import ChainCapture
+from woodbury.model.fallback import Forward
 
 
 @dataclass(frozen=True)
@@ -59,28 +60,36 @@ def capture_terms(terms: Terms, capture: Callable[[Any, int], GraphCapture]) -> 
             captures.append(capture(term.inputs, term.samples))
         except (ValueError, TypeError) as error:
             raise ValueError(f"term {term.name!r}: {error}") from error
-    return JoinedCapture(captures)
+    return JoinedCapture.of(captures)
 
 
-class JoinedCapture:
-    """What the passes of several terms leave; its methods are those of `woodbury.model.capture.GraphCapture`."""
+@dataclass
+class JoinedCapture(GraphCapture):
+    """The passes of several terms as one, whose inputs are theirs in a list and whose outputs are (N, 1)."""
 
-    def __init__(self, captures: Sequence[GraphCapture]) -> None:
-        self.captures = captures
-        self.raw = self.outputs = self._join([own.outputs.detach() for own in captures])  # (N, 1)
+    captures: Sequence[GraphCapture]
 
-    def _join(self, values: Sequence[Tensor]) -> Tensor:
-        """(..., n_t, k_t) of each term -> (..., N, 1)."""
-        return torch.cat([own.flatten(-2) for own in values], -1).unsqueeze(-1)
+    @staticmethod
+    def of(captures: Sequence[GraphCapture]) -> JoinedCapture:
+        first = captures[0]
+        with torch.enable_grad():
+            outputs = torch.cat([own.outputs.flatten() for own in captures]).unsqueeze(1)
+        return JoinedCapture(
+            first.plan,
+            _all_terms(first.forward),
+            [own.inputs for own in captures],
+            outputs,
+            outputs.detach(),
+            calls=[],
+            obstacles={},
+            captures=captures,
+            autocast=first.autocast,
+            random=first.random,
+        )
 
-    def _split(self, numbers: Tensor) -> list[Tensor]:
-        """(N, ...) -> (n_t, k_t, ...) of each term."""
-        parts = numbers.split([own.outputs.numel() for own in self.captures])
-        return [part.unflatten(0, own.outputs.shape) for part, own in zip(parts, self.captures, strict=True)]
-
-    def call_of(self, layer: str) -> None:
-        """A layer is called by every term."""
-        return
+    @cached_property
+    def _fingerprint(self) -> Hashable:
+        return "terms", self.captures[0]._fingerprint
 
     def check_inputs(self) -> None:
         for own in self.captures:
@@ -88,28 +97,23 @@ class JoinedCapture:
 
     def rows(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
         (columns,) = segments
-        # (n_t, k_t, 1) or (n_t, k_t, 1, 1) -> (n_t, k_t, k_t): a row for each number
-        parts = [own.reshape(own.shape[:2]).diag_embed() for own in self._split(columns)]
-        pairs = zip(self.captures, parts, strict=True)
+        parts = columns.reshape(-1).split([own.outputs.numel() for own in self.captures])
+        # (n_t k_t,) -> (n_t, k_t, k_t): a row for each number
+        pairs = [
+            (own, part.view(own.outputs.shape).diag_embed())
+            for own, part in zip(self.captures, parts, strict=True)
+        ]
         return concatenate_forms([own.rows([part]) for own, part in pairs])
 
-    def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
-        results = [own.run_again(changes, forwards).reshape(own.outputs.shape) for own in self.captures]
-        return self._join(results)
 
-    def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
-        return self._join([own.push_forward(vectors) for own in self.captures])
+def _all_terms(forward: Forward) -> Forward:
+    """The pass over a list of batches, number by number."""
 
-    def second_derivative(self, vector: Parts) -> Tensor:
-        return self._join([own.second_derivative(vector) for own in self.captures])
+    def run(model: nn.Module, batches: Sequence[Any]) -> Tensor:
+        return torch.cat([forward(model, own).reshape(-1) for own in batches]).unsqueeze(1)
 
-    def gradient(self, weights: Tensor) -> dict[str, Tensor]:
-        total: dict[str, Tensor] = {}
-        for own, part in zip(self.captures, self._split(weights), strict=True):
-            for name, grad in own.gradient(part.squeeze(-1)).items():
-                total[name] = total[name] + grad if name in total else grad
-        return total
+    return run
 
 
-# What a pass over a batch leaves: of terms, or one that autograd followed, or of a chain that was run by hand.
-Capture = GraphCapture | ChainCapture | JoinedCapture
+# What a pass over a batch leaves: one that autograd followed, or of a chain that was run by hand.
+Capture = GraphCapture | ChainCapture
