@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from woodbury import _random
 from woodbury._vector import Parts
 from woodbury.device import fingerprint
 from woodbury.jets import run_layer
-from woodbury.layers.forms import ExplicitRows, RowForm
+from woodbury.layers.forms import RowForm
 from woodbury.model import tangents
 from woodbury.model.bare import find_bare
 from woodbury.model.call import Call, Notes
@@ -72,9 +71,10 @@ class GraphCapture(Pass):
             layers, layer_inputs, backs = self.chain
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
-        segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        rows = GraphRows(self, self.calls, self.obstacles)
-        return rows.of(segments[0]) if len(segments) == 1 else _in_segments(rows, segments)
+        (columns,) = segments
+        return GraphRows(self, self.calls, self.obstacles).of(
+            columns if columns.dim() == 3 else columns.unsqueeze(1)
+        )
 
     def is_bare(self, layer: Layer) -> bool:
         """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
@@ -157,25 +157,6 @@ class GraphCapture(Pass):
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
         return transposed_jacobian_product(self.outputs, self.plan.parameters, weights)
-
-
-def _in_segments(rows: GraphRows, segments: Sequence[Tensor]) -> dict[str, RowForm]:
-    """The same for several segments, with columns of zeros in between whose rows are left out.
-
-    Only a model that is a chain on one sample, and none on this batch, comes here.
-    """
-    width = max(columns.shape[1] for columns in segments)
-    padded = torch.cat([F.pad(columns, [0, 0, 0, width - columns.shape[1]]) for columns in segments])
-    sizes = [len(columns) * width for columns in segments]
-
-    def cut(written: Tensor) -> Tensor:
-        pairs = zip(written.split(sizes), segments, strict=True)
-        return torch.cat([own.unflatten(0, (-1, width))[:, : c.shape[1]].flatten(0, 1) for own, c in pairs])
-
-    forms = rows.of(padded)
-    return {
-        name: ExplicitRows({own: cut(part) for own, part in form.dense().items()}) for name, form in forms.items()
-    }
 
 
 @contextmanager

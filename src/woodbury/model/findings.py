@@ -21,6 +21,7 @@ class Findings:
     """What passes through a model have shown about it."""
 
     compiled: bool | None = None  # whether the model runs compiled code; None until a pass has shown it
+    is_chain: bool | None = None  # whether a pass over a batch was one along a chain; None until one has shown it
     uncapturable: dict[str, str] = field(default_factory=dict)  # layers whose calls cannot be captured, and why
     checked_bare: set[Hashable] = field(default_factory=set)  # uses of bare parameters whose rows were right
     wrong_bare: dict[Hashable, int] = field(default_factory=dict)  # and how often they were wrong
@@ -36,6 +37,9 @@ class Findings:
 
     def note_compiled(self, compiled: bool) -> None:
         self.compiled = compiled
+
+    def note_chain(self, is_chain: bool) -> None:
+        self.is_chain = is_chain
 
     def leave_out(self, obstacles: Mapping[str, str]) -> None:
         """Calls of these layers cannot be captured, for these reasons."""

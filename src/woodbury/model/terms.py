@@ -65,6 +65,8 @@ def capture_terms(terms: Terms, capture: Callable[[Any, int], GraphCapture]) -> 
 class JoinedCapture:
     """What the passes of several terms leave; its methods are those of `woodbury.model.capture.GraphCapture`."""
 
+    chain = None
+
     def __init__(self, captures: Sequence[GraphCapture]) -> None:
         self.captures = captures
         self.raw = self.outputs = self._join([own.outputs.detach() for own in captures])  # (N, 1)
