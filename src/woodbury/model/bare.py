@@ -118,12 +118,6 @@ class Bare:
         """Whether `rows` takes another pass back, through what values are computed from parameters by."""
         return any(getattr(own.source.node, "variable", None) is None for own in self.meetings)
 
-    def restrict(self, names: Collection[str]) -> Bare:
-        """The same for some of the parameters."""
-        kept = [replace(own, parameters=own.parameters & set(names)) for own in self.meetings]
-        keys = {name: self.keys[name] for name in names}
-        return Bare(self.plan, tuple([meeting for meeting in kept if meeting.parameters]), keys)
-
     def is_checked(self, columns: torch.Size) -> bool:
         """Whether rows of these uses were found right."""
         return all((key, columns) in self.plan.findings.checked_bare for key in self.keys.values())
@@ -206,7 +200,8 @@ def find_bare(plan: Plan, graph: PassGraph, wanted: Collection[str], samples: in
         key = (name, frozenset(meeting.key for meeting in meetings if name in meeting.parameters))
         if name not in refused and plan.findings.wrong_bare.get(key, 0) < _CHOICES:
             keys[name] = key
-    return Bare(plan, tuple(meetings), keys).restrict(keys)
+    kept = [replace(own, parameters=own.parameters & keys.keys()) for own in meetings]
+    return Bare(plan, tuple([meeting for meeting in kept if meeting.parameters]), keys)
 
 
 def _free_nodes(
