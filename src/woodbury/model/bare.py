@@ -168,7 +168,7 @@ def _to_parameters(plan: Plan, source: GradientEdge, names: Collection[str], row
         return {name: rows}
     parameters = {name: plan.parameters[name] for name in names}
     seeds = rows.flatten(0, 1).to(source.node._input_metadata[source.output_nr].dtype)
-    grads = grads_of_many(source, list(parameters.values()), seeds)
+    grads = grads_of_many([source], list(parameters.values()), [seeds])
     return {
         name: grad.unflatten(0, rows.shape[:2])
         for name, grad in zip(parameters, grads, strict=True)

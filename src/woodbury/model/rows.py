@@ -156,7 +156,7 @@ class GraphRows:
                 self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
             )
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
-        return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
+        return grads_of_many([self.outputs], edges, [columns.transpose(0, 1)], self._warn_of_columns)
 
     def _warn_of_passes(self, names: Sequence[str], count: int, why: str) -> None:
         """Say once that rows of parameters without a rule make a step slow."""
