@@ -34,13 +34,13 @@ from woodbury._process import ForAllThreads
 from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
+from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.model.expanded import expand
 from woodbury.model.plan import Plan
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
-Announce = Callable[[int, str], None]  # the number of passes through the model that rows take, and why
 _IN_CHUNKS = (
     f"torch.func cannot map the model over samples, so that it runs on {_CHUNK} samples at a time, with a "
     "backward pass over all of them for each"
@@ -134,6 +134,11 @@ def _without_batching_warnings() -> Iterator[None]:
 no_batching_warnings = ForAllThreads(_without_batching_warnings)
 
 
+def tells_little(name: str) -> bool:
+    """Whether the name of a parameter does: there are many of it."""
+    return name.rpartition(".")[2] in WEIGHT_AND_BIAS
+
+
 @dataclass(frozen=True)
 class WrittenRows:
     """Rows (n, k, *shape) of some parameters, for columns (n, k, C), written out.
@@ -145,11 +150,10 @@ class WrittenRows:
     parameters: Mapping[str, nn.Parameter]
     columns: Tensor
 
-    def compute(self, announce: Announce) -> Parts:
+    def compute(self) -> Parts:
         """By the method that worked for this model before, if any: the findings of the plan know it.
 
-        They know the shapes of columns whose rows were checked, too. `announce` hears how many passes a slow
-        method is going to take.
+        They know the shapes of columns whose rows were checked, too.
         """
         columns, findings = self.columns, self.forward_pass.plan.findings
         method, checked = findings.fallback_method, findings.checked_rows
@@ -180,13 +184,24 @@ class WrittenRows:
             if is_right:
                 findings.note_method(name, columns.shape)
                 if name == "chunks":
-                    announce(min(len(columns), _CHUNK), _IN_CHUNKS)
+                    self._warn(min(len(columns), _CHUNK), _IN_CHUNKS)
                 return rows
             if random is not None:
                 _random.restore(random)
-        announce(len(columns), _ONE_BY_ONE)
+        self._warn(len(columns), _ONE_BY_ONE)
         findings.note_method("graph")
         return _rows_on_graph(self.forward_pass.outputs, self.parameters, columns)
+
+    def _warn(self, count: int, why: str) -> None:
+        """Say once that rows of parameters without a rule make a step slow."""
+        plan, name = self.forward_pass.plan, min(self.parameters, key=tells_little)  # the first telling one
+        block, _ = plan.block_of[name]
+        plan.findings.warn_of_passes(
+            count,
+            f"parameter {name!r} of {type(plan.model.get_submodule(block)).__name__} {block!r} has no layer "
+            f"rule where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers that have "
+            "one, solver='products', which needs no rows, or requires_grad_(False) on it",
+        )
 
     def wrong(self, rows: Parts, dtype: torch.dtype | None = None) -> set[str]:
         """The parameters for which sum_ik c_ik row_ik is not the gradient of sum_ik c_ik columns_ik . outputs_i.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,20 +11,12 @@ from torch.autograd.graph import GradientEdge
 
 from woodbury._vector import Parts
 from woodbury.layers.forms import ExplicitRows, RowForm
-from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
-from woodbury.model.fallback import Pass, WrittenRows, grads_of_many
+from woodbury.model.fallback import Pass, WrittenRows, grads_of_many, tells_little
 from woodbury.model.graph import PassGraph, unseen_parameters
 from woodbury.model.plan import Plan
-
-_COMMON_NAMES = tuple(f".{name}" for name in WEIGHT_AND_BIAS)
-
-
-def _is_common(name: str) -> bool:
-    """Whether the name of a parameter tells little."""
-    return f".{name}".endswith(_COMMON_NAMES)
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,7 @@ class GraphRows:
         if written and not plan.has_fallback:
             blocks = {plan.block_of[name][0] for name in written}
             culprits = [name for name in lacking if plan.block_of[name][0] in blocks]
-            culprits.sort(key=lambda name: (name in bare.keys, _is_common(name)))  # those that tell most first
+            culprits.sort(key=lambda name: (name in bare.keys, tells_little(name)))  # those that tell most first
             raise ValueError(self._refusal(culprits, unseen))
         return bare, written
 
@@ -117,8 +108,7 @@ class GraphRows:
         if not names:
             return {}
         parameters = {name: self.plan.parameters[name] for name in names}
-        rows = WrittenRows(self.forward_pass, parameters, columns)
-        return rows.compute(partial(self._warn_of_passes, names))
+        return WrittenRows(self.forward_pass, parameters, columns).compute()
 
     def _by_rules(
         self, calls: Sequence[Call], grads: Sequence[Tensor | None], ruled: Collection[str]
@@ -157,17 +147,6 @@ class GraphRows:
             )
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
         return grads_of_many([self.outputs], edges, [columns.transpose(0, 1)], self._warn_of_columns)
-
-    def _warn_of_passes(self, names: Sequence[str], count: int, why: str) -> None:
-        """Say once that rows of parameters without a rule make a step slow."""
-        name = min(names, key=_is_common)  # the first telling one
-        block, _ = self.plan.block_of[name]
-        self.plan.findings.warn_of_passes(
-            count,
-            f"parameter {name!r} of {type(self.plan.model.get_submodule(block)).__name__} {block!r} has no layer "
-            f"rule where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers that have "
-            "one, solver='products', which needs no rows, or requires_grad_(False) on it",
-        )
 
     def _warn_of_columns(self, count: int) -> None:
         """Say once that columns go back one at a time."""
