@@ -90,7 +90,8 @@ class GraphRows:
         calls = [call for call in self.calls if any(plan.block_of[name][0] in ruled for name in call.parameters)]
         unsure = not bare.is_checked(columns.shape)
         keep_graph = unsure or bare.goes_back_again
-        grads = self._grads([*(call.edge for call in calls), *bare.edges], columns, keep_graph)
+        edges = [*(call.edge for call in calls), *(meeting.edge for meeting in bare.meetings)]
+        grads = self._grads(edges, columns, keep_graph)
         if bare.keys:
             bare_rows = bare.rows(grads[len(calls) :], columns.shape)
             if unsure and not bare.check(bare_rows, self.forward_pass, columns):
