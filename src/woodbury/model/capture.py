@@ -54,10 +54,10 @@ class GraphCapture(Pass):
         """The type whose digits outputs of the pass, and what goes back through it, can be expected to have."""
         return self.autocast or fewest_digits(self.outputs)
 
-    def call_of(self, layer: str) -> Call | None:
-        """The inputs and outputs of a layer, if it was called once."""
+    def call_of(self, layer: str) -> tuple[Tensor, Tensor] | None:
+        """The inputs and outputs of a layer that was called once, if they are still what they were then."""
         calls = [call for call in self.calls if call.layer.name == layer]
-        return calls[0] if len(calls) == 1 else None
+        return (calls[0].inputs, calls[0].outputs) if len(calls) == 1 and calls[0].is_intact else None
 
     def rows(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
         """Back-propagate columns and return the rows of every module whose parameters were used.
