@@ -266,13 +266,9 @@ class WrittenRows:
             parameter.numel() * parameter.element_size() for parameter in self.parameters.values()
         )
         limit = byte_limit(self.forward_pass.plan.max_bytes, columns.device) // max(1, bytes_per_sample)
-        results = []
+        chunk = max(1, limit) if limit < samples else None
         with no_batching_warnings, torch.no_grad(), plain_attention:
-            for window in windows(samples, limit):
-                own = [leaves[index][window] for index in mapped]
-                results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
-        outputs, rows = zip(*results, strict=True)
-        return _cat(outputs), {name: _cat([row[name] for row in rows]) for name in self.parameters}
+            return torch.func.vmap(rows_of_sample, chunk_size=chunk)([leaves[index] for index in mapped], columns)
 
     def by_chunks(self) -> tuple[Tensor, Parts]:
         """By plain autograd on a few samples at a time."""
