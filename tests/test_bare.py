@@ -235,7 +235,15 @@ class Product(Parts):
         super().__init__(lambda m, x: x.mean(1) @ m.weight, weight=nn.Parameter(torch.randn(WIDTH, CLASSES)))
 
 
-@pytest.mark.parametrize("make", [Indexed, Product])
+class Both(Parts):
+    """A bare parameter and a matrix of one module: only the second needs the fallback."""
+
+    def __init__(self):
+        gain, weight = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(WIDTH, CLASSES))
+        super().__init__(lambda m, x: torch.tanh(m.gain * x.mean(1)) @ m.weight, gain=gain, weight=weight)
+
+
+@pytest.mark.parametrize("make", [Indexed, Product, Both])
 def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make):
     torch.manual_seed(0)
     model = make().double()

@@ -15,7 +15,7 @@ of c_i (column_i . outputs_i), which it is not where the row of one sample holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,19 +110,9 @@ class Bare:
     keys: dict[str, Hashable]  # parameter -> its uses
 
     @property
-    def edges(self) -> list[GradientEdge]:
-        return [meeting.edge for meeting in self.meetings]
-
-    @property
     def goes_back_again(self) -> bool:
         """Whether `rows` takes another pass back, through what values are computed from parameters by."""
         return any(getattr(own.source.node, "variable", None) is None for own in self.meetings)
-
-    def restrict(self, names: Collection[str]) -> Bare:
-        """The same for some of the parameters."""
-        kept = [replace(own, parameters=own.parameters & set(names)) for own in self.meetings]
-        keys = {name: self.keys[name] for name in names}
-        return Bare(self.plan, tuple([meeting for meeting in kept if meeting.parameters]), keys)
 
     def is_checked(self, columns: torch.Size) -> bool:
         """Whether rows of these uses were found right."""
@@ -132,7 +122,6 @@ class Bare:
         """Rows (n, k, *shape) of each parameter, for gradients (k, *shape of z) that arrive at the meetings."""
         plan = self.plan
         by_source: dict[GradientEdge, Tensor] = {}
-        names: dict[GradientEdge, frozenset[str]] = {}
         for meeting, grad in zip(self.meetings, grads, strict=True):
             if grad is None:
                 continue
@@ -141,15 +130,13 @@ class Bare:
             own = meeting.rows(grad.to(plan.dtype), meeting.axes[-1 if failed else 0])
             seen = by_source.get(meeting.source)
             by_source[meeting.source] = own if seen is None else seen + own
-            names[meeting.source] = meeting.parameters
+        parameters = {name: plan.parameters[name] for name in self.keys}
         total: Parts = {}
         for source, rows in by_source.items():
-            for name, part in _to_parameters(plan, source, names[source], rows).items():
+            for name, part in _to_parameters(source, parameters, rows).items():
                 total[name] = total[name] + part if name in total else part
-        for name in self.keys:
-            if name not in total:
-                parameter = plan.parameters[name]
-                total[name] = parameter.new_zeros(*columns[:2], *parameter.shape)
+        for name in self.keys - total.keys():
+            total[name] = parameters[name].new_zeros(*columns[:2], *parameters[name].shape)
         return total
 
     def check(self, rows: Parts, forward_pass: Pass, columns: Tensor) -> bool:
@@ -166,20 +153,15 @@ class Bare:
         return not wrong
 
 
-def _to_parameters(plan: Plan, source: GradientEdge, names: Collection[str], rows: Tensor) -> Parts:
-    """Rows (n, k, *shape) of parameters from those of a value computed from them."""
+def _to_parameters(source: GradientEdge, parameters: Mapping[str, Tensor], rows: Tensor) -> Parts:
+    """Rows (n, k, *shape) of the parameters that a value is computed from, if of these, from its own rows."""
     variable = getattr(source.node, "variable", None)
     if variable is not None:
-        (name,) = names
-        return {name: rows}
-    parameters = {name: plan.parameters[name] for name in names}
+        return {name: rows for name, own in parameters.items() if own is variable}
     seeds = rows.flatten(0, 1).to(source.node._input_metadata[source.output_nr].dtype)
-    grads = grads_of_many(source, list(parameters.values()), seeds)
-    return {
-        name: grad.unflatten(0, rows.shape[:2])
-        for name, grad in zip(parameters, grads, strict=True)
-        if grad is not None
-    }
+    grads = grads_of_many([source], list(parameters.values()), [seeds])
+    pairs = zip(parameters, grads, strict=True)
+    return {name: grad.unflatten(0, rows.shape[:2]) for name, grad in pairs if grad is not None}
 
 
 def find_bare(plan: Plan, graph: PassGraph, wanted: Collection[str], samples: int) -> Bare:
@@ -206,7 +188,8 @@ def find_bare(plan: Plan, graph: PassGraph, wanted: Collection[str], samples: in
         key = (name, frozenset(meeting.key for meeting in meetings if name in meeting.parameters))
         if name not in refused and plan.findings.wrong_bare.get(key, 0) < _CHOICES:
             keys[name] = key
-    return Bare(plan, tuple(meetings), keys).restrict(keys)
+    kept = [replace(own, parameters=own.parameters & keys.keys()) for own in meetings]
+    return Bare(plan, tuple([meeting for meeting in kept if meeting.parameters]), keys)
 
 
 def _free_nodes(

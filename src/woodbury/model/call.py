@@ -119,9 +119,8 @@ class Notes:
         if outputs.dim() > 2 and layer.rule in _GIVE_VIEWS:
             outputs = own_outputs(outputs)
         if kwargs:
-            order = list(signature(plain).parameters)
-            names = sorted(kwargs, key=lambda name: order.index(name) if name in order else len(order))
-            args = (*args, *(kwargs[name] for name in names))
+            bound = signature(plain).bind(layer.module, *args, **kwargs)
+            args = (*bound.args[1:], *bound.kwargs.values())
         tensors = tuple([tensor for tensor in args if isinstance(tensor, Tensor)])
         self._note(layer, tensors, outputs, layer.places, given=args)
         return outputs

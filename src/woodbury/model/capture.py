@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from woodbury import _random
 from woodbury._vector import Parts
 from woodbury.device import fingerprint
 from woodbury.jets import run_layer
-from woodbury.layers.forms import ExplicitRows, RowForm
+from woodbury.layers.forms import RowForm
 from woodbury.model import tangents
 from woodbury.model.bare import find_bare
 from woodbury.model.call import Call, Notes
@@ -29,7 +28,7 @@ from woodbury.model.fallback import Forward, Pass
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled
 from woodbury.model.plan import FAST_PATHS, Layer, Plan
 from woodbury.model.rows import GraphRows
-from woodbury.products import jacobian_products, transposed_jacobian_product
+from woodbury.products import transposed_jacobian_product
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -55,10 +54,10 @@ class GraphCapture(Pass):
         """The type whose digits outputs of the pass, and what goes back through it, can be expected to have."""
         return self.autocast or fewest_digits(self.outputs)
 
-    def call_of(self, layer: str) -> Call | None:
-        """The inputs and outputs of a layer, if it was called once."""
+    def call_of(self, layer: str) -> tuple[Tensor, Tensor] | None:
+        """The inputs and outputs of a layer that was called once, if they are still what they were then."""
         calls = [call for call in self.calls if call.layer.name == layer]
-        return calls[0] if len(calls) == 1 else None
+        return (calls[0].inputs, calls[0].outputs) if len(calls) == 1 and calls[0].is_intact else None
 
     def rows(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
         """Back-propagate columns and return the rows of every module whose parameters were used.
@@ -72,9 +71,10 @@ class GraphCapture(Pass):
             layers, layer_inputs, backs = self.chain
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
-        segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        rows = GraphRows(self, self.calls, self.obstacles)
-        return rows.of(segments[0]) if len(segments) == 1 else _in_segments(rows, segments)
+        (columns,) = segments
+        return GraphRows(self, self.calls, self.obstacles).of(
+            columns if columns.dim() == 3 else columns.unsqueeze(1)
+        )
 
     def is_bare(self, layer: Layer) -> bool:
         """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
@@ -117,15 +117,7 @@ class GraphCapture(Pass):
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
-        plan = self.plan
-        if plan.findings.forward_order >= 1:
-            with casting(self.autocast, plan):
-                images = tangents.push_forward(self, vectors)
-            if images is not None:
-                return images
-            plan.findings.lower_forward_order(0)
-        product = jacobian_products(self.outputs, plan.parameters)
-        return torch.stack([product(vector) for vector in vectors])
+        return tangents.push_forward(self, vectors)
 
     def second_derivative(self, vector: Parts) -> Tensor:
         """d^2/dt^2 y(theta + t p) at t = 0, (n, C)."""
@@ -134,14 +126,14 @@ class GraphCapture(Pass):
         def run(change: Parts) -> Tensor:
             return self.run_again(change, {}).reshape(self.outputs.shape)
 
-        if plan.findings.forward_order >= 2:
+        if plan.findings.nests_forward_mode:
             with casting(self.autocast, plan):
                 curve = tangents.second_derivative(self, vector)
             if curve is not None and not plan.findings.checked_curve:
                 plan.findings.note_curve(tangents.agrees_with_differences(curve, self, run, vector))
-            if curve is not None and plan.findings.forward_order >= 2:
+            if curve is not None and plan.findings.nests_forward_mode:
                 return curve
-            plan.findings.lower_forward_order(1)
+            plan.findings.give_up_forward_mode()
         return tangents.central_difference(self, run, vector)
 
     def moved(self, share: float) -> float:
@@ -157,25 +149,6 @@ class GraphCapture(Pass):
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
         return transposed_jacobian_product(self.outputs, self.plan.parameters, weights)
-
-
-def _in_segments(rows: GraphRows, segments: Sequence[Tensor]) -> dict[str, RowForm]:
-    """The same for several segments, with columns of zeros in between whose rows are left out.
-
-    Only a model that is a chain on one sample, and none on this batch, comes here.
-    """
-    width = max(columns.shape[1] for columns in segments)
-    padded = torch.cat([F.pad(columns, [0, 0, 0, width - columns.shape[1]]) for columns in segments])
-    sizes = [len(columns) * width for columns in segments]
-
-    def cut(written: Tensor) -> Tensor:
-        pairs = zip(written.split(sizes), segments, strict=True)
-        return torch.cat([own.unflatten(0, (-1, width))[:, : c.shape[1]].flatten(0, 1) for own, c in pairs])
-
-    forms = rows.of(padded)
-    return {
-        name: ExplicitRows({own: cut(part) for own, part in form.dense().items()}) for name, form in forms.items()
-    }
 
 
 @contextmanager

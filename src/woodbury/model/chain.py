@@ -186,14 +186,6 @@ class Chain:
         return ACTIVATIONS[type(module)].forward(module, z)
 
 
-class ChainCall(NamedTuple):
-    """The inputs and outputs of a layer in a pass along a chain: nothing can change them."""
-
-    inputs: Tensor
-    outputs: Tensor
-    is_intact: bool = True
-
-
 @dataclass
 class ChainCapture:
     """A pass along a chain: v_l (n, i), the inputs of its layers and after them the outputs, and z_l (n, o)."""
@@ -227,10 +219,10 @@ class ChainCapture:
             gradient |= {layer.parameters[local]: value for local, value in total.dense().items()}
         return {name: gradient[name] for name in self.plan.parameters}
 
-    def call_of(self, layer: str) -> ChainCall | None:
-        """The call of the first layer; in a trial pass no other gets the same inputs again."""
+    def call_of(self, layer: str) -> tuple[Tensor, Tensor] | None:
+        """The inputs and outputs of the first layer; in a trial pass no other gets the same inputs again."""
         first = self.chain.layers[0].name
-        return ChainCall(self.layer_inputs[0], self.sums[0]) if layer == first else None
+        return (self.layer_inputs[0], self.sums[0]) if layer == first else None
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
         """The outputs with `changes` added to the parameters; `forwards` compute the layers they name."""

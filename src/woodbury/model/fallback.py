@@ -34,13 +34,13 @@ from woodbury._process import ForAllThreads
 from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
+from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.model.expanded import expand
 from woodbury.model.plan import Plan
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
-Announce = Callable[[int, str], None]  # the number of passes through the model that rows take, and why
 _IN_CHUNKS = (
     f"torch.func cannot map the model over samples, so that it runs on {_CHUNK} samples at a time, with a "
     "backward pass over all of them for each"
@@ -134,6 +134,11 @@ def _without_batching_warnings() -> Iterator[None]:
 no_batching_warnings = ForAllThreads(_without_batching_warnings)
 
 
+def tells_little(name: str) -> bool:
+    """Whether the name of a parameter does: there are many of it."""
+    return name.rpartition(".")[2] in WEIGHT_AND_BIAS
+
+
 @dataclass(frozen=True)
 class WrittenRows:
     """Rows (n, k, *shape) of some parameters, for columns (n, k, C), written out.
@@ -145,11 +150,10 @@ class WrittenRows:
     parameters: Mapping[str, nn.Parameter]
     columns: Tensor
 
-    def compute(self, announce: Announce) -> Parts:
+    def compute(self) -> Parts:
         """By the method that worked for this model before, if any: the findings of the plan know it.
 
-        They know the shapes of columns whose rows were checked, too. `announce` hears how many passes a slow
-        method is going to take.
+        They know the shapes of columns whose rows were checked, too.
         """
         columns, findings = self.columns, self.forward_pass.plan.findings
         method, checked = findings.fallback_method, findings.checked_rows
@@ -180,13 +184,24 @@ class WrittenRows:
             if is_right:
                 findings.note_method(name, columns.shape)
                 if name == "chunks":
-                    announce(min(len(columns), _CHUNK), _IN_CHUNKS)
+                    self._warn(min(len(columns), _CHUNK), _IN_CHUNKS)
                 return rows
             if random is not None:
                 _random.restore(random)
-        announce(len(columns), _ONE_BY_ONE)
+        self._warn(len(columns), _ONE_BY_ONE)
         findings.note_method("graph")
         return _rows_on_graph(self.forward_pass.outputs, self.parameters, columns)
+
+    def _warn(self, count: int, why: str) -> None:
+        """Say once that rows of parameters without a rule make a step slow."""
+        plan, name = self.forward_pass.plan, min(self.parameters, key=tells_little)  # the first telling one
+        block, _ = plan.block_of[name]
+        plan.findings.warn_of_passes(
+            count,
+            f"parameter {name!r} of {type(plan.model.get_submodule(block)).__name__} {block!r} has no layer "
+            f"rule where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers that have "
+            "one, solver='products', which needs no rows, or requires_grad_(False) on it",
+        )
 
     def wrong(self, rows: Parts, dtype: torch.dtype | None = None) -> set[str]:
         """The parameters for which sum_ik c_ik row_ik is not the gradient of sum_ik c_ik columns_ik . outputs_i.
@@ -223,7 +238,7 @@ class WrittenRows:
         random = _random.replayed(self.forward_pass.random)
         with torch.enable_grad(), random, no_batching_warnings, plain_attention:
             outputs = self.forward_pass.run_with(copies).reshape(samples, -1)
-        grads = grads_of_many(outputs, leaves, columns.transpose(0, 1))
+        grads = grads_of_many([outputs], leaves, [columns.transpose(0, 1)])
         rows: Parts = {}
         for (name, own), grad in zip(self.parameters.items(), grads, strict=True):
             rows[name] = own.new_zeros(*columns.shape[:2], *own.shape) if grad is None else grad.transpose(0, 1)
@@ -251,13 +266,9 @@ class WrittenRows:
             parameter.numel() * parameter.element_size() for parameter in self.parameters.values()
         )
         limit = byte_limit(self.forward_pass.plan.max_bytes, columns.device) // max(1, bytes_per_sample)
-        results = []
+        chunk = max(1, limit) if limit < samples else None
         with no_batching_warnings, torch.no_grad(), plain_attention:
-            for window in windows(samples, limit):
-                own = [leaves[index][window] for index in mapped]
-                results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
-        outputs, rows = zip(*results, strict=True)
-        return _cat(outputs), {name: _cat([row[name] for row in rows]) for name in self.parameters}
+            return torch.func.vmap(rows_of_sample, chunk_size=chunk)([leaves[index] for index in mapped], columns)
 
     def by_chunks(self) -> tuple[Tensor, Parts]:
         """By plain autograd on a few samples at a time."""
@@ -288,7 +299,7 @@ def _rows_on_graph(
         seeds = columns.new_zeros(sample_count, k, n, width)
         own = torch.arange(sample_count, device=columns.device)
         seeds[own, :, own + window.start] = columns[window]
-        grads = grads_of_many(outputs, list(parameters.values()), seeds.flatten(0, 1))
+        grads = grads_of_many([outputs], list(parameters.values()), [seeds.flatten(0, 1)])
         rows.append(
             [
                 parameter.new_zeros(sample_count, k, *parameter.shape)
@@ -301,12 +312,12 @@ def _rows_on_graph(
 
 
 def grads_of_many(
-    outputs: Tensor | GradientEdge,
+    outputs: Sequence[Tensor] | Sequence[GradientEdge],
     sources: Sequence[Any],
-    seeds: Tensor,
+    seeds: Sequence[Tensor],
     tell: Callable[[int], None] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
+    """Gradients of the sum of seed . output in each source, for stacks of seeds; None where there is none.
 
     One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM, GroupNorm
     on memory with channels last); `tell` hears of their number.
@@ -321,8 +332,11 @@ def grads_of_many(
     except RuntimeError:
         pass  # what holds for one seed as well is raised below
     if tell is not None:
-        tell(len(seeds))
-    each = [torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True) for seed in seeds]
+        tell(len(seeds[0]))
+    each = [
+        torch.autograd.grad(outputs, sources, own, retain_graph=True, allow_unused=True)
+        for own in zip(*seeds, strict=True)
+    ]
     return [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
 
 

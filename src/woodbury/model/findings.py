@@ -21,13 +21,14 @@ class Findings:
     """What passes through a model have shown about it."""
 
     compiled: bool | None = None  # whether the model runs compiled code; None until a pass has shown it
+    is_chain: bool | None = None  # whether a pass over a batch was one along a chain; None until one has shown it
     uncapturable: dict[str, str] = field(default_factory=dict)  # layers whose calls cannot be captured, and why
     checked_bare: set[Hashable] = field(default_factory=set)  # uses of bare parameters whose rows were right
     wrong_bare: dict[Hashable, int] = field(default_factory=dict)  # and how often they were wrong
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
     checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
-    forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
+    nests_forward_mode: bool = True  # whether it differentiates the model twice; until it has failed to
     warned: bool = False  # whether someone was told how many passes a step takes
     warned_of_mixing: bool = False  # whether someone was told that a later look found samples mixed
     passes: int = 0  # how many, over more than one sample
@@ -36,6 +37,9 @@ class Findings:
 
     def note_compiled(self, compiled: bool) -> None:
         self.compiled = compiled
+
+    def note_chain(self, is_chain: bool) -> None:
+        self.is_chain = is_chain
 
     def leave_out(self, obstacles: Mapping[str, str]) -> None:
         """Calls of these layers cannot be captured, for these reasons."""
@@ -64,11 +68,11 @@ class Findings:
         """Second derivatives by forward mode were compared with differences."""
         self.checked_curve = True
         if not agrees:
-            self.lower_forward_order(1)
+            self.give_up_forward_mode()
 
-    def lower_forward_order(self, order: int) -> None:
-        """Forward mode differentiates the model no more often than this."""
-        self.forward_order = min(order, self.forward_order)
+    def give_up_forward_mode(self) -> None:
+        """Nested forward mode does not differentiate the model, or not rightly."""
+        self.nests_forward_mode = False
 
     def take_over(self, earlier: Findings) -> None:
         """What was said about the model as it was need not be said again."""

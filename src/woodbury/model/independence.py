@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
         return
     captured.check_inputs()
     halves, generator = _halves(samples, look)
-    doubtful = [seeded for seeded, others in halves if _leaves_layers(captured, seeded, others, generator)]
+    doubtful = [pair[0] for pair in halves if _leaves_layers(captured, pair, generator)]
     reason = None
     if alone:
         ends = torch.tensor([[0], [samples - 1]], device="cpu")
@@ -70,20 +72,22 @@ def _halves(samples: int, look: int) -> tuple[list[list[Tensor]], torch.Generato
     return halves + [[others, seeded] for seeded, others in halves], generator
 
 
-def _seed(outputs: Tensor, seeded: Tensor, generator: torch.Generator) -> Tensor:
-    """Random weights of the outputs, zero but for some samples."""
+def _depends(
+    outputs: Tensor, sources: Sequence[Any], halves: Sequence[Tensor], generator: torch.Generator
+) -> list[bool]:
+    """For each source whether outputs of the first half of samples depend on the second half of it.
+
+    By random weights of the outputs, zero but for that half; nan is checked elsewhere.
+    """
+    seeded, others = halves
     kind: Any = {"dtype": torch.float32, "device": "cpu"}
     seed = torch.zeros(outputs.shape, **kind)
     seed[seeded] = torch.rand(len(seeded), *outputs.shape[1:], generator=generator, **kind) + 0.5
-    return seed.to(outputs)
+    grads = torch.autograd.grad(outputs, sources, seed.to(outputs), retain_graph=True, allow_unused=True)
+    return [grad is not None and bool((grad[others.to(grad.device)].abs() > 0).any()) for grad in grads]
 
 
-def _depends(grad: Tensor | None, others: Tensor) -> bool:
-    """Whether a gradient is not zero at these samples; nan is checked elsewhere."""
-    return grad is not None and bool((grad[others.to(grad.device)].abs() > 0).any())
-
-
-def _leaves_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, generator: torch.Generator) -> bool:
+def _leaves_layers(captured: GraphCapture, halves: Sequence[Tensor], generator: torch.Generator) -> bool:
     """Raise if outputs of one half depend on what a layer gives for the other; or leave it to the fallback.
 
     Whether it left some.
@@ -91,11 +95,8 @@ def _leaves_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, gener
     edges = [call.edge for call in captured.calls]
     if not edges:
         return False
-    seed = _seed(captured.outputs, seeded, generator)
-    grads = torch.autograd.grad(captured.outputs, edges, seed, retain_graph=True, allow_unused=True)
-    for call, grad in zip(list(captured.calls), grads, strict=True):
-        if not _depends(grad, others):
-            continue
+    depends = _depends(captured.outputs, edges, halves, generator)
+    for call in compress(list(captured.calls), depends):
         reason = f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
         if not captured.plan.has_fallback and not captured.is_bare(call.layer):
             raise ValueError(reason)
@@ -138,12 +139,7 @@ def _is_mixed(
     outputs: Tensor, sources: list[Tensor], halves: list[list[Tensor]], generator: torch.Generator
 ) -> bool:
     """Whether outputs of one half of the samples depend on the inputs of the other."""
-    for seeded, others in halves:
-        seed = _seed(outputs, seeded, generator)
-        grads = torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True)
-        if any(_depends(grad, others) for grad in grads):
-            return True
-    return False
+    return any(any(_depends(outputs, sources, pair, generator)) for pair in halves)
 
 
 def _changed(captured: GraphCapture, inputs: Any, whole: Tensor) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,20 +11,12 @@ from torch.autograd.graph import GradientEdge
 
 from woodbury._vector import Parts
 from woodbury.layers.forms import ExplicitRows, RowForm
-from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
-from woodbury.model.fallback import Pass, WrittenRows, grads_of_many
+from woodbury.model.fallback import Pass, WrittenRows, grads_of_many, tells_little
 from woodbury.model.graph import PassGraph, unseen_parameters
 from woodbury.model.plan import Plan
-
-_COMMON_NAMES = tuple(f".{name}" for name in WEIGHT_AND_BIAS)
-
-
-def _is_common(name: str) -> bool:
-    """Whether the name of a parameter tells little."""
-    return f".{name}".endswith(_COMMON_NAMES)
 
 
 @dataclass(frozen=True)
@@ -55,8 +46,8 @@ class GraphRows:
         self.plan.findings.leave_out(self.obstacles)
         return forms
 
-    def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, set[str]]:
-        """Where rows come from that no rule gives: bare parameters, and the modules left to the fallback.
+    def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, list[str]]:
+        """Where rows come from that no rule gives: bare parameters, and those left to the fallback.
 
         Raises an error that names a parameter where the fallback is needed and there is none.
         """
@@ -67,13 +58,12 @@ class GraphRows:
         blocks = {plan.block_of[name][0] for name in lacking}
         wanted = [full for block in plan.owned if block in blocks for full in plan.owned[block].values()]
         bare = find_bare(plan, graph, wanted, len(self.outputs))
-        written = {plan.block_of[name][0] for name in wanted if name not in bare.keys}
+        written = [name for name in wanted if name not in bare.keys]
         if written and not plan.has_fallback:
-            culprits = [name for name in lacking if plan.block_of[name][0] in written]
-            culprits.sort(key=lambda name: (name in bare.keys, _is_common(name)))  # those that tell most first
+            blocks = {plan.block_of[name][0] for name in written}
+            culprits = [name for name in lacking if plan.block_of[name][0] in blocks]
+            culprits.sort(key=lambda name: (name in bare.keys, tells_little(name)))  # those that tell most first
             raise ValueError(self._refusal(culprits, unseen))
-        if written:
-            bare = bare.restrict([name for name in bare.keys if plan.block_of[name][0] not in written])
         return bare, written
 
     def _refusal(self, names: Sequence[str], unseen: Mapping[str, str]) -> str:
@@ -91,33 +81,35 @@ class GraphRows:
             "module itself, or pass fallback='autograd'"
         )
 
-    def _attempt(self, columns: Tensor, bare: Bare, written: Collection[str]) -> dict[str, RowForm] | None:
+    def _attempt(self, columns: Tensor, bare: Bare, written: Sequence[str]) -> dict[str, RowForm] | None:
         """The rows; None if those of bare parameters turned out to be wrong."""
         plan = self.plan
-        forms = self._by_fallback(columns, written)
-        bare_blocks = {plan.block_of[name][0] for name in bare.keys}
-        ruled = {block for block in plan.owned if block not in written and block not in bare_blocks}
+        rows = self._by_fallback(columns, written)
+        explicit = {plan.block_of[name][0] for name in (*written, *bare.keys)}
+        ruled = plan.owned.keys() - explicit
         calls = [call for call in self.calls if any(plan.block_of[name][0] in ruled for name in call.parameters)]
         unsure = not bare.is_checked(columns.shape)
         keep_graph = unsure or bare.goes_back_again
-        grads = self._grads([*(call.edge for call in calls), *bare.edges], columns, keep_graph)
-        if bare_blocks:
-            rows = bare.rows(grads[len(calls) :], columns.shape)
-            if unsure and not bare.check(rows, self.forward_pass, columns):
+        edges = [*(call.edge for call in calls), *(meeting.edge for meeting in bare.meetings)]
+        grads = self._grads(edges, columns, keep_graph)
+        if bare.keys:
+            bare_rows = bare.rows(grads[len(calls) :], columns.shape)
+            if unsure and not bare.check(bare_rows, self.forward_pass, columns):
                 return None
-            forms |= self._explicit(bare_blocks, rows)
-        forms |= self._by_rules(calls, grads, ruled)
+            rows |= bare_rows
+        forms = self._by_rules(calls, grads, ruled)
+        for block in explicit:  # (n, k, *shape) of each of its parameters
+            names = plan.owned[block]
+            own = {local: rows[full].flatten(0, 1).detach() for local, full in names.items()}
+            forms[block] = ExplicitRows(own)
         return {block: forms[block] for block in plan.owned if block in forms}
 
-    def _by_fallback(self, columns: Tensor, written: Collection[str]) -> dict[str, RowForm]:
-        """Rows that are written out, of all parameters of some modules."""
-        plan = self.plan
-        names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
+    def _by_fallback(self, columns: Tensor, names: Sequence[str]) -> Parts:
+        """Rows (n, k, *shape) of some parameters, written out."""
         if not names:
             return {}
-        parameters = {name: plan.parameters[name] for name in names}
-        rows = WrittenRows(self.forward_pass, parameters, columns)
-        return self._explicit(written, rows.compute(partial(self._warn_of_passes, names)))
+        parameters = {name: self.plan.parameters[name] for name in names}
+        return WrittenRows(self.forward_pass, parameters, columns).compute()
 
     def _by_rules(
         self, calls: Sequence[Call], grads: Sequence[Tensor | None], ruled: Collection[str]
@@ -146,16 +138,6 @@ class GraphRows:
             form = form.only_rows()  # the module also depends on parameters of others
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}
 
-    def _explicit(self, blocks: Collection[str], rows: Parts) -> dict[str, RowForm]:
-        """Rows (n, k, *shape) of the parameters of some modules, as forms."""
-        forms: dict[str, RowForm] = {}
-        for block in blocks:
-            names = self.plan.owned[block]
-            forms[block] = ExplicitRows(
-                {local: rows[full].flatten(0, 1).detach() for local, full in names.items()}
-            )
-        return forms
-
     def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
         """Gradients that arrive at edges, (k, *shape) each, or None where they have no effect."""
         if not edges:
@@ -165,18 +147,7 @@ class GraphRows:
                 self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
             )
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
-        return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
-
-    def _warn_of_passes(self, names: Sequence[str], count: int, why: str) -> None:
-        """Say once that rows of parameters without a rule make a step slow."""
-        name = min(names, key=_is_common)  # the first telling one
-        block, _ = self.plan.block_of[name]
-        self.plan.findings.warn_of_passes(
-            count,
-            f"parameter {name!r} of {type(self.plan.model.get_submodule(block)).__name__} {block!r} has no layer "
-            f"rule where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers that have "
-            "one, solver='products', which needs no rows, or requires_grad_(False) on it",
-        )
+        return grads_of_many([self.outputs], edges, [columns.transpose(0, 1)], self._warn_of_columns)
 
     def _warn_of_columns(self, count: int) -> None:
         """Say once that columns go back one at a time."""

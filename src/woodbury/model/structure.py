@@ -7,10 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from woodbury import _batch, _random
-from woodbury.model.capture import capture
 from woodbury.model.chain import Chain, read_chain
-from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan, plan_layers
 
 
@@ -25,7 +22,6 @@ class Structure:
         self.names: list[list[str]] = []  # of the trained parameters in each group
         self._plan: Plan | None = None
         self.groups: tuple[tuple[int, ...], ...] = ()  # the ids of the parameters in each group
-        self._shows_chain: bool | None = None  # None until tried
 
     def fresh_copy(self) -> Structure:
         """The same settings before any model was read: for a copy of the optimizer."""
@@ -50,18 +46,4 @@ class Structure:
         self.groups = ids
         self.names = [[plan.names[own] for own in group if own in plan.names] for group in ids]
         self.chain = read_chain(plan, model) if self.by_layers else None
-        self._shows_chain = None
         return plan
-
-    def shows_chain(self, plan: Plan, forward: Forward, inputs: Any, samples: int) -> bool:
-        """Whether a pass through the model shows a chain of Linear layers; tried once per plan, on one sample."""
-        if self._shows_chain is None:
-            random = _random.snapshot(plan.device)
-            try:
-                one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
-                self._shows_chain = capture(plan, forward, one, 1).chain is not None
-            except (ValueError, TypeError, RuntimeError, IndexError):
-                self._shows_chain = False  # the pass over the batch will raise its own error
-            finally:
-                _random.restore(random)
-        return self._shows_chain

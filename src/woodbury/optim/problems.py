@@ -136,14 +136,12 @@ class Problems:
         if settings.memory:
             batch = batch.copied()
         chain = None if request.full is not None else self._chain_for(settings, batch.inputs)
-        is_chain, forward = chain is not None, settings.forward
-        if not is_chain:
+        forward = settings.forward
+        if chain is None:
             forward = run_as_written(forward, plan.has_compiled)
             transaction.watch(plan, _random.snapshot(plan.device) if rates is None else None)
             if transaction.buffers is not None:
                 forward = transaction.buffers.preserved(forward, batch.inputs)
-            if settings.autocast is None:  # which casts between layers
-                is_chain = self.structure.shows_chain(plan, forward, batch.inputs, batch.samples)
         passes = Passes(
             plan,
             chain,
@@ -164,7 +162,6 @@ class Problems:
             settings.gram_dtype,
             decay=Decay(hyper.weight_decay, plan.parameters) if hyper.any_decay else None,
             center=_center(plan, hyper, context.state.get("momentum", {})),
-            is_chain=is_chain,
             apart=settings.memory > 0,
             full=request.full,
             held_out=None if request.held_out is None else tuple(request.held_out),

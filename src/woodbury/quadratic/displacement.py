@@ -195,9 +195,8 @@ def _moved_linear(
     if (
         call is not None
         and total.inner is not None
-        and call.is_intact
         and not (input.requires_grad and torch.is_grad_enabled())  # the model differentiates in its inputs
-        and _same_memory(input, call.inputs)
+        and _same_memory(input, call[0])
     ):
         inner, contracted = total.inner, total.contracted
         if inner.dtype != contracted.dtype:
@@ -205,7 +204,7 @@ def _moved_linear(
         if inner.shape[0] != input.shape[0]:
             start = sum(n for n, _ in total.pieces[:piece])
             inner = inner[start : start + input.shape[0]]
-        outputs = call.outputs
+        outputs = call[1]
         # with gradients on the pass must look as it did at theta (torch's attention asks what needs a gradient)
         if outputs.requires_grad and not torch.is_grad_enabled():
             outputs = outputs.detach()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from woodbury import _random
 from woodbury._vector import Vector
 from woodbury.curvature import Seeds
 from woodbury.device.scalars import Scalar
@@ -38,25 +39,38 @@ def linearize(problem: Problem) -> tuple[Quadratic, Objective]:
     return quadratic, full
 
 
-def _is_at_once(problem: Problem) -> bool:
-    """Whether one pass goes over the whole batch: not where columns of S2 sent back would drag the rest along."""
-    batch = problem.batch
-    whole = batch.curvature == batch.samples or problem.is_chain
+def _evaluate(problem: Problem) -> list[tuple[Piece, Tensor]]:
+    """One pass over the whole batch, or S2 and the samples outside it one after the other.
+
+    One where it costs no more: columns of S2 sent back would drag the rest along, but not along a chain. Whether a
+    model is one, its passes show; it is taken for one until then.
+    """
+    passes, batch, findings = problem.passes, problem.batch, problem.plan.findings
+    whole = batch.inputs, batch.targets, batch.samples
     alone = problem.full is None and problem.group.size == 1 and problem.solver.forms_rows
-    return alone and (whole or (problem.curvature.one_pass and not problem.apart))
+    if alone and (batch.curvature == batch.samples or (problem.curvature.one_pass and not problem.apart)):
+        return [passes.evaluate(*whole)]
+    if alone and findings.is_chain is not False:
+        evaluated = [passes.evaluate(*whole)]
+        findings.note_chain(evaluated[0][0].capture.chain is not None)
+        if findings.is_chain:
+            return evaluated
+        if problem.random is not None:
+            _random.restore(problem.random)
+    # where g comes from a loader, S2 is all we need
+    parts = batch.pieces()[: 1 if problem.full is not None else None]
+    return [passes.evaluate(*part) for part in parts]
 
 
 def _quadratic(problem: Problem) -> Quadratic:
-    """By one pass over the whole batch, or S2 and the samples outside it one after the other.
+    """By passes through the model.
 
     Where no rows are formed Z has the factor rows alone: products with them are taken block by block.
     """
     passes, batch, group, plan = problem.passes, problem.batch, problem.group, problem.plan
     from_loader, forms_rows = problem.full is not None, problem.solver.forms_rows
-    parts = [(batch.inputs, batch.targets, batch.samples)] if _is_at_once(problem) else batch.pieces()
     with group.together():
-        # where g comes from a loader, S2 is all we need
-        evaluated = [passes.evaluate(*part) for part in parts[: 1 if from_loader else None]]
+        evaluated = _evaluate(problem)
     pieces = [piece for piece, _ in evaluated]
     first, outputs = evaluated[0]
     term_count, loss, divisor = passes.totals(pieces, problem.curvature, batch)

@@ -122,7 +122,6 @@ class Problem:
     gram_dtype: torch.dtype | None
     decay: Decay | None  # W
     center: Vector | None  # q = mu p_prev, None for zero
-    is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
     apart: bool  # whether the rows of S2 must be had without the others
     full: Batches | None  # a loader that f and g are taken over, instead of the batch
     held_out: tuple[Any, Tensor | None] | None  # other samples, on which a search judges the step
@@ -157,6 +156,11 @@ class Quadratic(Problem):
     @property
     def space(self) -> Space:
         return self.plan.space
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the pass was one along a plain chain of Linear layers."""
+        return self.pieces[0].capture.chain is not None
 
     @property
     def all_rows(self) -> Rows:
