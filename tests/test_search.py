@@ -101,10 +101,10 @@ def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(ki
         by_hand = read_chain(plan, model).run(inputs)
     captured = capture(plan, call_model, inputs, 7)
     vectors = [{name: torch.randn_like(own) for name, own in model.named_parameters()} for _ in range(3)]
-    pushed, bends = captured.push_forward(vectors), {}
-    for nested in (True, False):  # forward mode, and central differences
-        plan.findings.nests_forward_mode = nested
-        bends[nested] = captured.second_derivative(vectors[0])
+    results = {}
+    for order in (2, 0):  # forward mode; differentiating J^T u, and central differences
+        plan.findings.forward_order = order
+        results[order] = captured.push_forward(vectors), captured.second_derivative(vectors[0])
     first, second = by_hand.push_forward(vectors), by_hand.second_derivative(vectors[0])
     # reverse mode over one number, sample by sample
     point = {name: own.detach() for name, own in model.named_parameters()}
@@ -123,12 +123,13 @@ def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(ki
     bound = bounds.rounding(sum(own.numel() for own in point.values()))
     assert reference.relative_error(first[0].flatten(), dense_first) <= bound
     assert reference.relative_error(second.flatten(), dense_second) <= bound
-    assert reference.relative_error(pushed, first) <= bound
+    for order in (2, 0):
+        assert reference.relative_error(results[order][0], first) <= bound
     if kind is not nn.SiLU:  # torch cannot nest its forward mode
-        assert reference.relative_error(bends[True], second) <= bound
-    torch.testing.assert_close(bends[True], second, rtol=1e-5, atol=1e-5)
+        assert reference.relative_error(results[2][1], second) <= bound
+    torch.testing.assert_close(results[2][1], second, rtol=1e-5, atol=1e-5)
     # sqrt(eps) |p|^2 / |theta|^2 of the outputs, and the next term of the series
-    torch.testing.assert_close(bends[False], second, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0][1], second, rtol=1e-5, atol=1e-5)
 
 
 class WrongTwice(torch.autograd.Function):
@@ -161,22 +162,7 @@ def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_fr
     vector = {name: torch.randn_like(own) for name, own in model.named_parameters()}
     slope = inputs @ vector["linear.weight"].T + vector["linear.bias"]
     torch.testing.assert_close(captured.second_derivative(vector), 2 * slope.square(), rtol=1e-6, atol=1e-6)
-    assert not plan.findings.nests_forward_mode
-
-
-def test_derivatives_along_a_parameter_that_the_function_holds_by_itself():
-    """As an unknown coefficient of an equation may be; forward mode exchanges what modules hold."""
-    torch.manual_seed(0)
-    rate = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
-    model, inputs = Parts(net=problems.mlp(2, 4, 1).double(), rate=rate), torch.randn(6, 2, dtype=torch.float64)
-    plan = plan_layers(model, dict(model.named_parameters()), True)
-    captured = capture(plan, lambda m, x: rate.square() * m.net(x), inputs, 6)
-    along = {name: torch.zeros_like(own) for name, own in model.named_parameters()}
-    along["rate"] = torch.ones_like(rate)
-    outputs = model.net(inputs).detach()
-    first, second = captured.push_forward([along])[0], captured.second_derivative(along)
-    assert reference.relative_error(first, 2 * rate.detach() * outputs) <= bounds.rounding(len(outputs))
-    torch.testing.assert_close(second, 2 * outputs, rtol=1e-5, atol=1e-5)  # by differences
+    assert plan.findings.forward_order == 1
 
 
 def of_rung(problem, search, steps=1, dtype=torch.float64):
@@ -348,7 +334,7 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     found = reference.flat(direction.values())
     corrections, expected = min(enumerate(points), key=lambda own: reference.relative_error(found, own[1]))
     # where y'' is a central difference with h = eps^(1/4) |theta| / |p|, the bend has half of its digits at best
-    by_differences = info.bent and not optimizer._plan().findings.nests_forward_mode
+    by_differences = info.bent and optimizer._plan().findings.forward_order < 2
     of_point = 1e-5 if by_differences else bound
     assert reference.relative_error(found / s, expected / s) <= of_point
     after = reference.theta(problem.model)
@@ -545,7 +531,7 @@ def test_a_model_that_forward_mode_cannot_take_gets_its_bend_from_differences():
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=MILD, forward=slope_of, fallback="autograd")
     direction = reference.flat(optimizer.direction(inputs, problem.targets, held_out=other).values())
     info = optimizer.step(inputs, problem.targets, held_out=other)
-    assert info.accepted and not optimizer._plan().findings.nests_forward_mode
+    assert info.accepted and optimizer._plan().findings.forward_order < 2
     # y'' is known to sqrt(eps) |p|^2 / |theta|^2 of the outputs, or to the next term of the series
     points = points_of(info, p, bend, corrected)
     assert min(reference.relative_error(direction, point) for point in points) < 1e-5

@@ -17,19 +17,6 @@ from woodbury.device.scalars import Scalar
 from woodbury.losses.factors import Factor
 
 
-def probed_transpose(outputs: Tensor, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Parts]:
-    """u, and J^T u as a function of it, for outputs attached to the graph."""
-    with torch.enable_grad():
-        probe = torch.zeros_like(outputs, requires_grad=True)
-        transposed = torch.autograd.grad(
-            outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
-        )
-    # without a grad_fn: zeros, for a parameter that the outputs do not depend on
-    return probe, {
-        name: image for name, image in zip(parameters, transposed, strict=True) if image.grad_fn is not None
-    }
-
-
 def jacobian_products(
     outputs: Tensor, parameters: Mapping[str, Tensor]
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
@@ -37,7 +24,13 @@ def jacobian_products(
 
     Entries that v lacks count as zero.
     """
-    probe, used = probed_transpose(outputs, parameters)
+    with torch.enable_grad():
+        probe = torch.zeros_like(outputs, requires_grad=True)
+        transposed = torch.autograd.grad(
+            outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
+        )
+    # without a grad_fn: zeros, for a parameter that the outputs do not depend on
+    used = {name: image for name, image in zip(parameters, transposed, strict=True) if image.grad_fn is not None}
 
     def product(vector: Mapping[str, Tensor]) -> Tensor:
         names = [name for name in used if name in vector]

@@ -159,7 +159,7 @@ def _to_parameters(source: GradientEdge, parameters: Mapping[str, Tensor], rows:
     if variable is not None:
         return {name: rows for name, own in parameters.items() if own is variable}
     seeds = rows.flatten(0, 1).to(source.node._input_metadata[source.output_nr].dtype)
-    grads = grads_of_many([source], list(parameters.values()), [seeds])
+    grads = grads_of_many(source, list(parameters.values()), seeds)
     pairs = zip(parameters, grads, strict=True)
     return {name: grad.unflatten(0, rows.shape[:2]) for name, grad in pairs if grad is not None}
 

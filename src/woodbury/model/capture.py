@@ -28,7 +28,7 @@ from woodbury.model.fallback import Forward, Pass
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled
 from woodbury.model.plan import FAST_PATHS, Layer, Plan
 from woodbury.model.rows import GraphRows
-from woodbury.products import transposed_jacobian_product
+from woodbury.products import jacobian_products, transposed_jacobian_product
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -117,7 +117,15 @@ class GraphCapture(Pass):
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
-        return tangents.push_forward(self, vectors)
+        plan = self.plan
+        if plan.findings.forward_order >= 1:
+            with casting(self.autocast, plan):
+                images = tangents.push_forward(self, vectors)
+            if images is not None:
+                return images
+            plan.findings.lower_forward_order(0)
+        product = jacobian_products(self.outputs, plan.parameters)
+        return torch.stack([product(vector) for vector in vectors])
 
     def second_derivative(self, vector: Parts) -> Tensor:
         """d^2/dt^2 y(theta + t p) at t = 0, (n, C)."""
@@ -126,14 +134,14 @@ class GraphCapture(Pass):
         def run(change: Parts) -> Tensor:
             return self.run_again(change, {}).reshape(self.outputs.shape)
 
-        if plan.findings.nests_forward_mode:
+        if plan.findings.forward_order >= 2:
             with casting(self.autocast, plan):
                 curve = tangents.second_derivative(self, vector)
             if curve is not None and not plan.findings.checked_curve:
                 plan.findings.note_curve(tangents.agrees_with_differences(curve, self, run, vector))
-            if curve is not None and plan.findings.nests_forward_mode:
+            if curve is not None and plan.findings.forward_order >= 2:
                 return curve
-            plan.findings.give_up_forward_mode()
+            plan.findings.lower_forward_order(1)
         return tangents.central_difference(self, run, vector)
 
     def moved(self, share: float) -> float:

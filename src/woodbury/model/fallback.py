@@ -238,7 +238,7 @@ class WrittenRows:
         random = _random.replayed(self.forward_pass.random)
         with torch.enable_grad(), random, no_batching_warnings, plain_attention:
             outputs = self.forward_pass.run_with(copies).reshape(samples, -1)
-        grads = grads_of_many([outputs], leaves, [columns.transpose(0, 1)])
+        grads = grads_of_many(outputs, leaves, columns.transpose(0, 1))
         rows: Parts = {}
         for (name, own), grad in zip(self.parameters.items(), grads, strict=True):
             rows[name] = own.new_zeros(*columns.shape[:2], *own.shape) if grad is None else grad.transpose(0, 1)
@@ -299,7 +299,7 @@ def _rows_on_graph(
         seeds = columns.new_zeros(sample_count, k, n, width)
         own = torch.arange(sample_count, device=columns.device)
         seeds[own, :, own + window.start] = columns[window]
-        grads = grads_of_many([outputs], list(parameters.values()), [seeds.flatten(0, 1)])
+        grads = grads_of_many(outputs, list(parameters.values()), seeds.flatten(0, 1))
         rows.append(
             [
                 parameter.new_zeros(sample_count, k, *parameter.shape)
@@ -312,12 +312,12 @@ def _rows_on_graph(
 
 
 def grads_of_many(
-    outputs: Sequence[Tensor] | Sequence[GradientEdge],
+    outputs: Tensor | GradientEdge,
     sources: Sequence[Any],
-    seeds: Sequence[Tensor],
+    seeds: Tensor,
     tell: Callable[[int], None] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of the sum of seed . output in each source, for stacks of seeds; None where there is none.
+    """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
 
     One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM, GroupNorm
     on memory with channels last); `tell` hears of their number.
@@ -332,11 +332,8 @@ def grads_of_many(
     except RuntimeError:
         pass  # what holds for one seed as well is raised below
     if tell is not None:
-        tell(len(seeds[0]))
-    each = [
-        torch.autograd.grad(outputs, sources, own, retain_graph=True, allow_unused=True)
-        for own in zip(*seeds, strict=True)
-    ]
+        tell(len(seeds))
+    each = [torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True) for seed in seeds]
     return [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
 
 

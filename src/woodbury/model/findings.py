@@ -28,7 +28,7 @@ class Findings:
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
     checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
-    nests_forward_mode: bool = True  # whether it differentiates the model twice; until it has failed to
+    forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
     warned: bool = False  # whether someone was told how many passes a step takes
     warned_of_mixing: bool = False  # whether someone was told that a later look found samples mixed
     passes: int = 0  # how many, over more than one sample
@@ -68,11 +68,11 @@ class Findings:
         """Second derivatives by forward mode were compared with differences."""
         self.checked_curve = True
         if not agrees:
-            self.give_up_forward_mode()
+            self.lower_forward_order(1)
 
-    def give_up_forward_mode(self) -> None:
-        """Nested forward mode does not differentiate the model, or not rightly."""
-        self.nests_forward_mode = False
+    def lower_forward_order(self, order: int) -> None:
+        """Forward mode differentiates the model no more often than this."""
+        self.forward_order = min(order, self.forward_order)
 
     def take_over(self, earlier: Findings) -> None:
         """What was said about the model as it was need not be said again."""

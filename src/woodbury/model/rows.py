@@ -147,7 +147,7 @@ class GraphRows:
                 self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
             )
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
-        return grads_of_many([self.outputs], edges, [columns.transpose(0, 1)], self._warn_of_columns)
+        return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
 
     def _warn_of_columns(self, count: int) -> None:
         """Say once that columns go back one at a time."""

@@ -1,7 +1,7 @@
 """Derivatives of the outputs along vectors p of parameters: J p, and y'' = d^2/dt^2 y(theta + t p) at t = 0.
 
-J p by differentiating J^T u in u, y'' by nested forward mode of torch.func; for a model that it cannot transform
-(one that calls torch.autograd.grad, a custom Function) by central differences
+By forward mode: torch.func, once for J p and nested for y''. A model that it cannot transform (one that calls
+torch.autograd.grad, a custom Function) has J p by differentiating J^T u in u, and y'' by central differences
 
     y'' = (y(theta + h p) - 2 y(theta) + y(theta - h p)) / h^2 ,    h |p| = eps^(1/4) |theta|
 
@@ -10,7 +10,7 @@ whose error is about sqrt(eps) of the outputs, as rounding and the next term of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,41 +20,30 @@ from woodbury import _vector
 from woodbury._forward_mode import derivatives_along
 from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
-from woodbury.model.fallback import Pass, grads_of_many, no_batching_warnings
-from woodbury.products import probed_transpose
+from woodbury.model.fallback import Pass, no_batching_warnings
 
 
-def push_forward(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor:
-    """J p of each vector, (k, n, C)."""
-    probe, transposed = probed_transpose(forward_pass.outputs, forward_pass.plan.parameters)
-    stacks = [torch.stack([vector[name] for vector in vectors]) for name in transposed]
-    (images,) = grads_of_many(list(transposed.values()), [probe], stacks)
-    assert images is not None
-    return images
+def push_forward(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor | None:
+    """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
+
+    def push(point: Parts, directions: Parts, inputs: Any) -> Any:
+        along = _along(forward_pass, inputs)
+        jvp: Any = torch.func.jvp
+        values, images = torch.func.vmap(lambda own: jvp(along, (point,), (own,)), randomness="same")(directions)
+        return values[0], images
+
+    names = forward_pass.plan.parameters
+    return _attempt(forward_pass, push, {name: torch.stack([own[name] for own in vectors]) for name in names})
 
 
 def second_derivative(forward_pass: Pass, vector: Parts) -> Tensor | None:
     """y'' along a vector, (n, C), by nested forward mode; None if the model does not allow it."""
-    parameters, samples = forward_pass.plan.parameters, len(forward_pass.outputs)
 
-    def bend(point: Parts, direction: Parts, inputs: Any) -> tuple[Tensor, Tensor]:
-        def run(values: Parts) -> Tensor:
-            return forward_pass.run_with(values, inputs).reshape(samples, -1)
-
-        values, _, curve = derivatives_along(run, point, direction)
+    def bend(point: Parts, direction: Parts, inputs: Any) -> Any:
+        values, _, curve = derivatives_along(_along(forward_pass, inputs), point, direction)
         return values, curve
 
-    point = {name: parameter.detach() for name, parameter in parameters.items()}
-    direction = {name: vector[name] for name in parameters}
-    try:
-        with no_batching_warnings, torch.no_grad(), plain_attention:
-            outputs, curve = forward_pass.repeat("bend", bend, point, direction, forward_pass.inputs)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # whatever torch.func does not like
-        return None
-    derivative: Tensor = curve
-    return derivative if forward_pass.gives(outputs) else None
+    return _attempt(forward_pass, bend, {name: vector[name] for name in forward_pass.plan.parameters})
 
 
 def central_difference(forward_pass: Pass, run: Callable[[Parts], Tensor], vector: Parts) -> Tensor:
@@ -89,3 +78,26 @@ def _difference_step(forward_pass: Pass, vector: Parts) -> Tensor:
     length = _vector.norm(vector)
     step = torch.finfo(dtype).eps ** 0.25 * torch.where(size > 0, size, 1.0)
     return (step / torch.where(length > 0, length, 1.0)).to(dtype)
+
+
+def _along(forward_pass: Pass, inputs: Any) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """The outputs (n, C) as a function of the parameters."""
+    samples = len(forward_pass.outputs)
+    return lambda values: forward_pass.run_with(values, inputs).reshape(samples, -1)
+
+
+def _attempt(forward_pass: Pass, derive: Callable[..., Any], along: Parts) -> Tensor | None:
+    """The second of the outputs and derivatives that derive(parameters, along, inputs) gives; replayed by name.
+
+    None where torch.func cannot transform the model, or gives other outputs.
+    """
+    point = {name: parameter.detach() for name, parameter in forward_pass.plan.parameters.items()}
+    try:
+        with no_batching_warnings, torch.no_grad(), plain_attention:
+            outputs, found = forward_pass.repeat(derive.__name__, derive, point, along, forward_pass.inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever torch.func does not like
+        return None
+    derivative: Tensor = found
+    return derivative if forward_pass.gives(outputs) else None

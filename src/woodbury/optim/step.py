@@ -182,7 +182,7 @@ class Step:
         """Inside, passes through the model can be differentiated as often as the method does, or twice."""
         if self.problem.passes.chain is not None:
             return torch.no_grad()  # by hand
-        twice = twice or not self.context.settings.solver.forms_rows or self.problem.held_out is not None
+        twice = twice or not self.context.settings.solver.forms_rows
         return plain_attention if twice else nullcontext()
 
 
