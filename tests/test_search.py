@@ -165,6 +165,26 @@ def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_fr
     assert plan.findings.forward_order == 1
 
 
+def test_derivatives_along_a_parameter_that_the_function_holds_by_itself():
+    """As an unknown coefficient of an equation may be; forward mode exchanges what modules hold."""
+    torch.manual_seed(0)
+    rate = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    model, inputs = Parts(net=problems.mlp(2, 4, 1).double(), rate=rate), torch.randn(6, 2, dtype=torch.float64)
+    for function, reaches in (
+        (lambda m, x: rate.square() * m.net(x), False),
+        (lambda m, x: m.rate**2 * m.net(x), True),
+    ):
+        plan = plan_layers(model, dict(model.named_parameters()), True)
+        captured = capture(plan, function, inputs, 6)
+        along = {name: torch.zeros_like(own) for name, own in model.named_parameters()}
+        along["rate"] = torch.ones_like(rate)
+        outputs = model.net(inputs).detach()
+        first, second = captured.push_forward([along])[0], captured.second_derivative(along)
+        assert reference.relative_error(first, 2 * rate.item() * outputs) <= bounds.rounding(len(outputs))
+        torch.testing.assert_close(second, 2 * outputs, rtol=1e-5, atol=1e-5)  # by differences
+        assert plan.findings.can_exchange is reaches
+
+
 def of_rung(problem, search, steps=1, dtype=torch.float64):
     """The bound for the system of the smallest damping, which is relative to the trace: K / trace is below 1."""
     size = len(reference.flat(reference.parameters(problem.model).values())) + problem.targets.numel()

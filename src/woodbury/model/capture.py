@@ -24,7 +24,7 @@ from woodbury.model import tangents
 from woodbury.model.bare import find_bare
 from woodbury.model.call import Call, Notes
 from woodbury.model.chain import Back, MovedForward, chain_rows
-from woodbury.model.fallback import Forward, Pass
+from woodbury.model.fallback import Forward, Pass, outputs_agree
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled
 from woodbury.model.plan import FAST_PATHS, Layer, Plan
 from woodbury.model.rows import GraphRows
@@ -97,13 +97,35 @@ class GraphCapture(Pass):
         """
         plan = self.plan
         with torch.set_grad_enabled(trial_needs_gradients(plan, self.forward)), casting(self.autocast, plan):
-            if plan.replays.is_used and plan.device.type == "cuda" and not forwards:
+            if plan.replays.is_used and plan.device.type == "cuda" and not forwards and self._can_exchange:
                 values = {name: own.detach() for name, own in plan.parameters.items()}
                 moved = torch._foreach_add([values[name] for name in changes], list(changes.values()))
                 values.update(zip(changes, moved, strict=True))
                 return self.repeat("outputs", self._outputs_at, values, self.inputs).detach()
             with moved_model(plan, changes, forwards):
                 return self.forward(plan.model, self.inputs).detach()
+
+    @property
+    def _can_exchange(self) -> bool:
+        """Whether `run_with` reaches all uses of the parameters: a function may hold one by itself."""
+        findings = self.plan.findings
+        if findings.can_exchange is None:
+            findings.note_exchange(False)  # meanwhile
+            findings.note_exchange(self._exchange_agrees())
+        return bool(findings.can_exchange)
+
+    def _exchange_agrees(self) -> bool:
+        """Whether small changes of the parameters show in the outputs of `run_with` as in those of the model."""
+        plan, now = self.plan, _random.snapshot(self.plan.device)
+        changes = _small_changes(plan, torch.finfo(plan.dtype).eps ** 0.25)
+        values = {name: own.detach() + changes[name] for name, own in plan.parameters.items()}
+        with torch.set_grad_enabled(trial_needs_gradients(plan, self.forward)), casting(self.autocast, plan):
+            exchanged = self.run_with(values).detach()
+            _random.restore(now)
+            with moved_model(plan, changes, {}):
+                moved = self.forward(plan.model, self.inputs).detach()
+        _random.restore(now)
+        return outputs_agree(exchanged, moved, self)
 
     def _outputs_at(self, values: Parts, inputs: Any) -> Tensor:
         return self.run_with(values, inputs).reshape(self.raw.shape)
@@ -118,7 +140,7 @@ class GraphCapture(Pass):
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
         plan = self.plan
-        if plan.findings.forward_order >= 1:
+        if plan.findings.forward_order >= 1 and self._can_exchange:
             with casting(self.autocast, plan):
                 images = tangents.push_forward(self, vectors)
             if images is not None:
@@ -134,7 +156,7 @@ class GraphCapture(Pass):
         def run(change: Parts) -> Tensor:
             return self.run_again(change, {}).reshape(self.outputs.shape)
 
-        if plan.findings.forward_order >= 2:
+        if plan.findings.forward_order >= 2 and self._can_exchange:
             with casting(self.autocast, plan):
                 curve = tangents.second_derivative(self, vector)
             if curve is not None and not plan.findings.checked_curve:

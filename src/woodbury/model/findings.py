@@ -28,6 +28,7 @@ class Findings:
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
     checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
+    can_exchange: bool | None = None  # whether all uses of parameters are by modules; None until a pass shows it
     forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
     warned: bool = False  # whether someone was told how many passes a step takes
     warned_of_mixing: bool = False  # whether someone was told that a later look found samples mixed
@@ -63,6 +64,9 @@ class Findings:
             if len(self.checked_rows) >= _MAX_CHECKED:
                 self.checked_rows.clear()
             self.checked_rows.add((method, shape))
+
+    def note_exchange(self, can_exchange: bool) -> None:
+        self.can_exchange = can_exchange
 
     def note_curve(self, agrees: bool) -> None:
         """Second derivatives by forward mode were compared with differences."""

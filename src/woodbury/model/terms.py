@@ -68,7 +68,7 @@ class JoinedCapture(GraphCapture):
     """The passes of several terms as one, whose inputs are theirs in a list and whose outputs are (N, 1)."""
 
     captures: Sequence[GraphCapture]
-    chain = None  # type: ignore[assignment]
+    chain = None
 
     @staticmethod
     def of(captures: Sequence[GraphCapture]) -> JoinedCapture:
