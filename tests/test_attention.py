@@ -84,7 +84,6 @@ def test_the_trial_pass_of_an_encoder_in_eval_mode_is_that_of_the_step(name):
 
 @pytest.mark.parametrize("frozen, curvature_samples", [(False, None), (True, 3)])
 def test_a_frozen_encoder_takes_the_same_path_in_both_passes(frozen, curvature_samples):
-    torch.manual_seed(0)
     model = shaken(Spread().double()).eval()
     model.encode.requires_grad_(not frozen)
     inputs, targets = torch.randn(N, 6, dtype=torch.float64), torch.randint(CLASSES, (N,))

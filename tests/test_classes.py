@@ -101,7 +101,6 @@ def test_two_classes_are_close_to_the_mean_of_a_sigmoid():
 
 
 def test_wide_logits_are_less_sure_and_a_common_shift_changes_nothing():
-    torch.manual_seed(0)
     mean = torch.randn(6, 4, dtype=torch.float64) * 3
     factor = torch.randn(6, 4, 4, dtype=torch.float64)
     covariance = factor @ factor.mT
@@ -112,7 +111,6 @@ def test_wide_logits_are_less_sure_and_a_common_shift_changes_nothing():
 
 
 def test_a_sample_of_weight_two_is_two_samples():
-    torch.manual_seed(0)
     mean, factor = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, 3, dtype=torch.float64)
     covariance = factor @ factor.mT / 10
     targets = torch.eye(3, dtype=torch.float64)[torch.tensor([0, 1, 2, 0, 1])]

@@ -62,7 +62,6 @@ BOUNDS = {"heat": 100 * EPS * 50, "helmholtz": 100 * EPS * 90, "burgers": 200 * 
 
 @every_example
 def test_the_solution_satisfies_the_equation(name):
-    torch.manual_seed(0)
     equation = EXAMPLES[name].EQUATION
     points = equations.points_in(20, equation.low, equation.high)
     assert float(left_side(name, points).abs().max()) <= BOUNDS[name]
@@ -70,7 +69,6 @@ def test_the_solution_satisfies_the_equation(name):
 
 @every_example
 def test_residuals_of_the_solution_vanish_at_every_point_that_is_drawn(name):
-    torch.manual_seed(0)
     equation = EXAMPLES[name].EQUATION
     batch, targets = equation.draw(160)
     found = equation.residuals(Exact(equation), batch)
@@ -83,7 +81,6 @@ def test_residuals_of_the_solution_vanish_at_every_point_that_is_drawn(name):
 
 
 def test_the_quadrature_of_burgers_solution_has_converged():
-    torch.manual_seed(0)
     points = equations.points_in(200, burgers.LOW, burgers.HIGH)
     # sums of 200 terms of both signs, below 1
     torch.testing.assert_close(
@@ -93,7 +90,6 @@ def test_the_quadrature_of_burgers_solution_has_converged():
 
 @every_example
 def test_fit_lowers_the_residuals_at_points_it_has_not_seen(name):
-    torch.manual_seed(0)
     equation, loss = EXAMPLES[name].EQUATION, nn.MSELoss()
     model = equations.tanh_network((equation.widths[0], 10, 1))
     other, _ = equation.draw(400)

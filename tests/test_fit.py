@@ -102,7 +102,6 @@ def test_steps_seconds_a_callback_and_ctrl_c_end_it(capsys):
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_a_problem_that_is_solved_is_left_when_nothing_moves(decay):
     """At the solution of the linear system, weight decay included."""
-    torch.manual_seed(0)
     model, inputs = nn.Linear(2, 1, bias=False).double(), torch.randn(20, 2, dtype=torch.float64)
     data = inputs, torch.randn(20, 1, dtype=torch.float64)
     fit = woodbury.fit(model, nn.MSELoss(), data, weight_decay=decay, progress=False)
@@ -176,7 +175,6 @@ def test_a_seed_fixes_the_samples_and_leaves_the_global_numbers_alone():
 
 def test_residuals_of_an_equation_need_no_targets():
     """u' = -u, u(0) = 1."""
-    torch.manual_seed(0)
     model = problems.mlp(1, 12, 1).double()
 
     def residuals(model, points):

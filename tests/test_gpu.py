@@ -373,7 +373,6 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
 @pytest.mark.parametrize("projections, fallback", [(0, None), (2, "autograd")], ids=["rule", "fallback"])
 def test_cudnns_recurrent_layers_are_exact(method, projections, fallback):
-    torch.manual_seed(0)
     model = Recurrent(projections).to("cuda", torch.float64)
     inputs = torch.randn(6, 5, 4, device="cuda", dtype=torch.float64)
     targets = torch.randint(2, (6,), device="cuda")
@@ -407,7 +406,6 @@ def test_a_policy_of_ones_own_may_use_torch(capture):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_steps_along_a_chain_are_those_of_the_same_layers_run_by_torch(kind, dtype, is_scaled):
-    torch.manual_seed(0)
     model = problems.mlp(9, 12, 10, 4)
     if is_scaled:
         scales = woodbury.Scale.inputs(torch.randn(30, 9)), woodbury.Scale.targets(torch.randn(30, 4))
@@ -496,7 +494,6 @@ class Running(nn.Module):
 @pytest.mark.parametrize("accepted", [True, False])
 @pytest.mark.parametrize("capture", [True, False], ids=["recorded", "ordinary"])
 def test_steps_leave_the_buffers_of_one_pass_or_of_before(capture, accepted):
-    torch.manual_seed(0)
     model = Running().double().cuda()
     inputs, targets = torch.randn(6, 3, 5).double().cuda(), torch.randn(6, 2).double().cuda()
     accept = None if accepted else float("inf")

@@ -76,7 +76,6 @@ MODELS = {
 @pytest.mark.parametrize("fallback", [None, "autograd"])
 @pytest.mark.parametrize("name", MODELS)
 def test_mixed_samples_are_refused(name, fallback, subset):
-    torch.manual_seed(0)
     model = MODELS[name]().double()
     inputs = batch(5, 3) if name == "lstm" else batch(3)
     inputs[:, 0] = inputs[:, 0].sort(0).values  # sorted_inside turns the order round
@@ -89,7 +88,6 @@ def test_mixed_samples_are_refused(name, fallback, subset):
 
 @pytest.mark.parametrize("kind", [woodbury.HessianFree, woodbury.NaturalGradient])
 def test_mixed_samples_are_refused_where_no_layer_is_captured(kind):
-    torch.manual_seed(0)
     settings = {} if kind is woodbury.HessianFree else {"solver": "products"}
     with pytest.raises(ValueError, match=MIXED):
         kind(backwards().double(), nn.MSELoss(), **settings).step(batch(5, 3))
@@ -103,7 +101,6 @@ def of_six_alone(m, x):
 
 
 def test_a_model_that_takes_no_part_of_a_batch_is_refused_subsampling_only():
-    torch.manual_seed(0)
     optimizer = woodbury.GaussNewton(network_of(of_six_alone).double(), nn.MSELoss(), damping=0.1)
     assert optimizer.step(batch(3)).accepted
     with pytest.raises(
@@ -121,7 +118,6 @@ def exchangeable():
 
 @pytest.mark.parametrize("place", ["between", "new"])
 def test_a_batch_norm_inserted_later_is_seen(place):
-    torch.manual_seed(0)
     model, inputs = exchangeable().double(), batch(3)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss())
     optimizer.step(inputs)
@@ -133,7 +129,6 @@ def test_a_batch_norm_inserted_later_is_seen(place):
 
 
 def test_a_module_exchanged_later_is_looked_at_again():
-    torch.manual_seed(0)
     model, inputs = exchangeable().double(), batch(3)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss())
     for _ in range(3):

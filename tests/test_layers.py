@@ -300,7 +300,6 @@ def test_frozen_weights_and_biases_are_left_out(name, frozen):
 
 def test_layers_that_do_not_reach_the_outputs_stay_where_they_are():
     """The output of one is not used, another is not called at all."""
-    torch.manual_seed(0)
     layers = {"a": nn.Conv1d(2, 3, 2), "aside": nn.Conv1d(2, 3, 2), "idle": nn.Embedding(3, 2)}
     run = lambda m, x: (m.aside(x), m.head(torch.tanh(m.a(x)).flatten(1)))[1]  # noqa: E731
     model = Parts(run, **layers, head=nn.Linear(9, CLASSES)).double()
@@ -310,7 +309,6 @@ def test_layers_that_do_not_reach_the_outputs_stay_where_they_are():
 
 
 def test_forms_are_those_the_layers_call_for():
-    torch.manual_seed(0)
     model, inputs, targets = mixture("sentences")
     forms = woodbury.rows(model, LOSS, inputs, targets).forms
     assert isinstance(forms["words"], EmbeddingRows) and isinstance(forms["query"], SharedRows)
@@ -504,7 +502,6 @@ PAST_THE_RULES = {
 
 @pytest.mark.parametrize("name", list(PAST_THE_RULES))
 def test_what_no_rule_covers_is_refused_or_exact_by_the_fallback(name):
-    torch.manual_seed(0)
     make, message = PAST_THE_RULES[name]
     model, inputs = make().double(), torch.randn(N, *((4,) if "linear" in name else (2, 3))).double()
     targets = torch.randn_like(model(inputs))
@@ -642,7 +639,6 @@ CHANNELS = {
 @pytest.mark.parametrize("name", list(CHANNELS))
 @pytest.mark.parametrize("inputs_last, model_last", [(True, False), (False, True)])
 def test_channels_may_lie_last_in_memory(name, inputs_last, model_last):
-    torch.manual_seed(0)
     inputs, targets = torch.randn(N, 2, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (N,))
     head = nn.Linear(4 * 9, CLASSES)
     model = nn.Sequential(nn.Conv2d(2, 4, 1), CHANNELS[name](), nn.Tanh(), nn.Flatten(), head).double().eval()

@@ -254,7 +254,6 @@ def test_a_copy_and_a_saved_state_go_on_bit_by_bit(kind, metric):
 
 def test_rows_of_a_large_shared_layer_are_not_saved():
     """A state without them is loaded as well, and the memory fills anew."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(130, 130), nn.Tanh(), nn.Flatten(), nn.Linear(260, 1))
     batch = torch.randn(6, 2, 130), torch.randn(6, 1)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), memory=2)

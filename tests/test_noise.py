@@ -155,7 +155,6 @@ def test_the_search_goes_on_where_plain_steps_creep_and_counts_if_it_halves_the_
 
 
 def test_a_linear_fit_has_the_decay_and_the_noise_of_the_largest_evidence():
-    torch.manual_seed(0)
     model, x = nn.Linear(5, 1, bias=False).double(), torch.randn(40, 5, dtype=torch.float64)
     y = x @ torch.tensor([[1.0], [0.5], [0.0], [-1.0], [0.1]], dtype=torch.float64) + 0.3 * torch.randn(40, 1)
     run = EvidenceRun(model, MSE, (x, y), limits=Limits(steps=120), starts=[Start(1.0, 0.3)], tolerance=0.0)
@@ -343,7 +342,6 @@ def test_flags_of_parts_come_back(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole", [True, False], ids=["model in evaluation mode", "norm in evaluation mode"])
 def test_a_frozen_norm_stays_frozen(kind, whole):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
     model.train(not whole)
     model[1].eval()
@@ -368,7 +366,6 @@ class Interrupted(nn.Module):
 
 
 def test_an_interrupt_at_the_end_leaves_the_best_parameters():
-    torch.manual_seed(0)
     passes = 1 + 2 * 20 + 1  # before the first step, two in each, and the first after the last
     model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), Interrupted(passes), nn.Linear(6, 1)).double()
     fit = fitted(model, noisy(), steps=20, validation=noisy(3, 25), patience=30)

@@ -33,7 +33,6 @@ def test_a_number_is_a_constant():
 @pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"])
 @pytest.mark.parametrize("policy", [woodbury.LevenbergMarquardt(), woodbury.Constant(0.5, floor=0.25)])
 def test_the_current_damping_is_that_of_the_next_step_and_can_be_set(kind, policy):
-    torch.manual_seed(0)
     inputs, targets = torch.randn(6, 3).double(), torch.randn(6, 2).double()
     optimizer = OPTIMIZERS[kind](torch.nn.Linear(3, 2).double(), torch.nn.MSELoss(), damping=policy)
     assert optimizer.current_damping == policy.initial + policy.floor

@@ -161,7 +161,6 @@ def test_influence_equals_the_dense_formula(name):
 
 def test_influence_is_the_derivative_in_the_weight_of_a_sample():
     """A linear model with squared error: the minimum is known for all weights of the samples."""
-    torch.manual_seed(0)
     x, t = torch.randn(9, 3).double(), torch.randn(9, 2).double()
     new, goal = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     ones = torch.ones(9, 1).double()
@@ -281,7 +280,6 @@ def test_single_precision_models_have_a_posterior_in_double_precision():
 
 def test_model_and_data_may_change_afterwards_and_dropout_is_off():
     """Where the model is right its own probabilities are best (share 0), with labels swapped the widest (1)."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).double()
     model[0].weight.data = torch.tensor([[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]).double()
     x = torch.randn(20, 3).double()

@@ -83,7 +83,6 @@ def test_rows_and_steps_of_recurrent_layers_are_the_dense_ones(
     kind, layers, both_ways, first, bias, start, n, frozen
 ):
     """Also where parts are frozen."""
-    torch.manual_seed(0)
     options = {"num_layers": layers, "bidirectional": both_ways, "batch_first": first, "bias": bias}
     model = Reader(kind, start, **options).double()
     if not start:
@@ -99,7 +98,6 @@ def test_rows_and_steps_of_recurrent_layers_are_the_dense_ones(
 @every_pair(kind=list(LAYERS), layers=[1, 3], both_ways=[False, True], first=[True, False], dropout=[0.0, 0.4])
 def test_a_pass_by_steps_gives_what_torch_gives(kind, layers, both_ways, first, dropout):
     """Masks too. An entry is a sum of a few terms of size 1, carried through all steps and layers."""
-    torch.manual_seed(0)
     if layers == 1:
         dropout = 0.0
     layer = LAYERS[kind](
@@ -122,7 +120,6 @@ def test_a_pass_by_steps_gives_what_torch_gives(kind, layers, both_ways, first, 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_steps_of_recurrent_layers_with_dropout_need_no_fallback(kind):
-    torch.manual_seed(0)
     for method in METHODS.values():
         model = Reader(kind, num_layers=2, dropout=0.5, batch_first=True).double()
         model.first.requires_grad_(False)
@@ -183,7 +180,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", [*REFUSED, "frozen projections"])
 def test_other_calls_are_refused_by_name_and_exact_by_the_fallback(name):
-    torch.manual_seed(0)
     run, options, message = REFUSED.get(name, REFUSED["projected"])
     model = Called(run, **options).double()
     inputs, targets = batch()
@@ -222,7 +218,6 @@ EXACT = {f"cells, {case}": (partial(Unrolled, *case), N) for case in CELL_PAIRS}
 
 @pytest.mark.parametrize("name", EXACT)
 def test_rows_and_steps_of_cells_and_of_unusual_calls_are_the_dense_ones(name):
-    torch.manual_seed(0)
     make, n = EXACT[name]
     model = make().double()
     inputs, targets = batch(n)
@@ -232,7 +227,6 @@ def test_rows_and_steps_of_cells_and_of_unusual_calls_are_the_dense_ones(name):
 
 
 def test_weights_computed_from_others_take_the_fallback():
-    torch.manual_seed(0)
     model = Called(last_outputs, batch_first=True).double()
     inputs, targets = batch()
     model(inputs)

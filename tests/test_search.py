@@ -93,7 +93,6 @@ def test_nothing_better_than_staying_is_a_length_of_0():
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(kind):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), kind(), nn.Linear(5, 4, bias=False), kind(), nn.Linear(4, 2)).double()
     inputs = torch.randn(7, 3, dtype=torch.float64)
     plan = plan_layers(model, dict(model.named_parameters()), False)
@@ -154,7 +153,6 @@ class WrongTwice(torch.autograd.Function):
 
 
 def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_from_differences():
-    torch.manual_seed(0)
     model = Parts(lambda m, x: WrongTwice.apply(m.linear(x)), linear=nn.Linear(3, 2)).double()
     inputs = torch.randn(6, 3, dtype=torch.float64)
     plan = plan_layers(model, dict(model.named_parameters()), True)
@@ -502,7 +500,6 @@ def test_verify_checks_the_system_of_the_smallest_damping_in_the_metric_of_a_sea
 
 def test_parameters_by_the_fallback_take_the_same_step():
     """A bare matrix, which no rule covers."""
-    torch.manual_seed(0)
     inputs, targets = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
     scale = nn.Parameter(torch.tensor([[1.5, 0.2], [0.1, -0.5]]))
     model = Parts(lambda m, x: m.inside(x) @ m.scale, inside=problems.mlp(3, 4, 2), scale=scale)
@@ -519,7 +516,6 @@ def slope_of(model, x):
 
 
 def test_a_model_that_forward_mode_cannot_take_gets_its_bend_from_differences():
-    torch.manual_seed(0)
     model, inputs = problems.mlp(2, 4, 1).double(), torch.randn(6, 2, dtype=torch.float64)
     problem = problems.Problem(model, nn.MSELoss(), inputs, torch.randn(6, 2, dtype=torch.float64))
     other = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
@@ -611,7 +607,6 @@ def test_float32_with_a_float64_gram_matrix_takes_nearly_the_step_of_float64():
 
 def test_at_a_minimum_or_where_held_out_samples_promise_nothing_the_step_is_rejected_and_nothing_moves():
     """On held-out samples with the opposite targets no direction of the ladder goes down."""
-    torch.manual_seed(0)
     model, inputs = nn.Linear(2, 1).double(), torch.randn(9, 2, dtype=torch.float64)
     change = 1.0 + inputs[:, :1] + 0.1 * torch.randn(9, 1, dtype=torch.float64)
     targets, opposite = model(inputs).detach() + change, model(inputs).detach() - change
@@ -686,7 +681,6 @@ def test_a_hopeless_length_leaves_out_the_smallest_rung_until_a_long_one(monkeyp
 
 
 def test_a_dropout_mask_is_the_same_at_every_trial():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 1)).double()
     inputs, targets = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())

@@ -260,7 +260,6 @@ def test_forming_pays_for_large_batches_on_wide_layers_only():
 @pytest.mark.parametrize("damping", [1e2, 1e-4, 1e-8, 1e-10])
 def test_the_norm_of_p_keeps_its_digits_where_rows_nearly_repeat_each_other(damping, middle, blocks):
     """From the Gram matrix |p|^2 has an error of eps lmax |c|^2, c up to |e| / lambda: p itself does not."""
-    torch.manual_seed(0)
     inputs, targets = torch.randn(10, 2).double(), torch.randn(10, 1).double()
     inputs[5:] = inputs[:5] + 1e-9 * torch.randn(5, 2).double()
     model = nn.Sequential(nn.Linear(2, 30), nn.Tanh(), middle(), nn.Linear(30, 1)).double()

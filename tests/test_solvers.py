@@ -99,7 +99,6 @@ def test_parameter_space_takes_a_decay_by_group_and_the_gradient_of_a_loader(kin
 @every_kind
 def test_gram_dtype_is_that_of_the_system_in_parameter_space(kind):
     """float32 and lambda = 1e-6 lambda_max: two digits more than in sample space, and one more by float64."""
-    torch.manual_seed(0)
     model, twin, loss = problems.mlp(6, 8, 3), problems.mlp(6, 8, 3).double(), nn.MSELoss()
     twin.load_state_dict(model.state_dict())
     inputs, targets = torch.randn(300, 6), torch.randn(300, 3)
@@ -163,7 +162,6 @@ class Attention(nn.Module):
 
 def test_fused_attention_can_be_differentiated_twice():
     """torch's fused kernels have no second derivative: verify, HessianFree and products ask for the plain one."""
-    torch.manual_seed(0)
     model, loss = Attention().double(), nn.CrossEntropyLoss()
     inputs, targets = torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
     expected, B, _ = reference.dense_direction(model, loss, inputs, targets, [0, 2], 0.1, "gauss-newton")

@@ -74,7 +74,6 @@ def dense_parts(model, weights=(1.0, 10.0, 3.0)):
 
 
 def test_a_step_on_several_terms_is_that_of_the_sum_of_their_weighted_means():
-    torch.manual_seed(0)
     model, damping = Net().double(), 0.1
     terms = source(model)
     settings = {"forward": terms.forward, "fallback": "autograd"}
@@ -94,7 +93,6 @@ def test_a_step_on_several_terms_is_that_of_the_sum_of_their_weighted_means():
 
 def test_a_searched_step_on_terms_is_the_one_on_their_numbers_together():
     """J p, second derivatives and losses along the path, against one function of all points."""
-    torch.manual_seed(0)
     model, other = Net().double(), Net().double()
     other.load_state_dict(model.state_dict())
     terms, (inside, edge, known), values = source(model), *data()
@@ -144,7 +142,6 @@ def test_terms_that_need_different_methods_do_not_slow_each_other_down():
 
 def test_points_by_residual_keep_the_expected_loss():
     """Over many draws the weighted mean square is that of points as they are drawn."""
-    torch.manual_seed(0)
     model = Net().double()
     terms = TermSource(
         model, Equations(only=(lambda count: torch.rand(count, 2).double(), lambda m, x: m(x) ** 8)).terms

@@ -102,7 +102,6 @@ def test_validation_data_chooses_the_parameters():
 
 
 def test_validation_batches_give_the_loss_of_all_their_samples_in_evaluation_mode():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     other = classes(50, seed=1)
     fit = fitted(model, batches(classes()), epochs=2, validation=batches(other, 20))  # the last one has 10
