@@ -15,18 +15,16 @@ from woodbury._vector import flatten
 N, LENGTH, WORDS = 6, 4, 7
 
 
-def encoder(layers=2, norm=True):
+def encoder():
     layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(4) if norm else None)
+    return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4))
 
 
-class Padded(nn.Module):
+class Padded(Parts):
     """Sentences with padding at their end; what the encoder gives at padded positions reaches the outputs."""
 
-    def __init__(self, norm=True):
-        super().__init__()
-        self.words, self.encode = nn.Embedding(WORDS, 4), encoder(norm=norm)
-        self.head = nn.Linear(4 * LENGTH, CLASSES)
+    def __init__(self):
+        super().__init__(words=nn.Embedding(WORDS, 4), encode=encoder(), head=nn.Linear(4 * LENGTH, CLASSES))
 
     def forward(self, x):
         return self.head(self.encode(self.words(x), src_key_padding_mask=x == 0).flatten(1))
