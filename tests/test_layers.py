@@ -18,7 +18,7 @@ import woodbury
 from cases import every_count, every_pair
 from fuzz.models import Parts
 from woodbury._vector import flatten
-from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions
+from woodbury.layers import EmbeddingRows, SharedRows, positions
 from woodbury.losses.rules import loss_rule
 from woodbury.parallel.group import assemble, dismantle
 
@@ -308,13 +308,6 @@ def test_layers_that_do_not_reach_the_outputs_stay_where_they_are():
     check_directions(model, LOSS, inputs, targets, [1, 3])
 
 
-def test_forms_are_those_the_layers_call_for():
-    model, inputs, targets = mixture("sentences")
-    forms = woodbury.rows(model, LOSS, inputs, targets).forms
-    assert isinstance(forms["words"], EmbeddingRows) and isinstance(forms["query"], SharedRows)
-    assert isinstance(forms["before"], ExplicitRows) and isinstance(forms["head"], OuterRows)
-
-
 def part(n, k, s, g, o, i, seed=0):
     torch.manual_seed(seed)
     inputs, grads = torch.randn(n, s, g, i), torch.randn(n, k, s, g, o)
@@ -411,16 +404,9 @@ def over_samples(layer, name):
     return Parts(lambda m, x: m.head(getattr(m, name)(x)), **{name: layer}, head=nn.Linear(4, CLASSES))
 
 
-def words(**options):
-    return nn.Sequential(nn.Embedding(6, 3, **options), nn.Flatten(), nn.Linear(12, CLASSES))
-
-
 @pytest.mark.parametrize(
     "model, inputs, message",
     [
-        (words(max_norm=1.0), "indices", r"Embedding '0' with max_norm=1.0"),
-        (words(scale_grad_by_freq=True), "indices", r"Embedding '0' with scale_grad_by_freq=True"),
-        (words(sparse=True), "indices", r"Embedding '0' with sparse=True"),
         (through(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
         (through(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
         (through(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
@@ -439,7 +425,6 @@ def words(**options):
 )
 def test_layers_whose_rows_would_be_wrong_are_refused_by_name(model, inputs, message):
     made = {
-        "indices": torch.randint(6, (N, 4)),
         "vectors": torch.randn(N, 4),
         "square": torch.randn(N, N),
         "images": torch.randn(N, 2, 3, 3),
@@ -603,23 +588,16 @@ def test_an_option_set_after_the_first_step_is_seen():
             optimizer.step(inputs, targets)
 
 
-class Clipped(nn.Module):
-    """Changes a weight of its own in place during the forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.inner.weight.clamp_(-0.1, 0.1)
-        return self.head(torch.tanh(self.inner(x)))
-
-
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.HessianFree, woodbury.KFAC])
 def test_a_model_that_changes_its_parameters_in_place_is_refused(method):
+    def clipped(m, x):
+        with torch.no_grad():
+            m.inner.weight.clamp_(-0.1, 0.1)
+        return m.head(torch.tanh(m.inner(x)))
+
+    model = Parts(clipped, inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
     with pytest.raises(ValueError, match=r"'inner.weight' in place"):
-        method(Clipped(), LOSS).step(torch.randn(N, 4), torch.randint(CLASSES, (N,)))
+        method(model, LOSS).step(torch.randn(N, 4), torch.randint(CLASSES, (N,)))
 
 
 # Memory with channels last.
