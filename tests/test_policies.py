@@ -10,7 +10,6 @@ import torch
 
 import woodbury
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.policies.damping import as_damping
 from woodbury.policies.plain import POLICIES, change, from_plain, to_plain
 
 
@@ -22,12 +21,6 @@ def test_default_damping_has_the_papers_constants_and_thresholds():
         assert rule.next(2.0, ratio) == 2.0 * factor
         # the same rule on 0-dim tensors, as on a GPU
         assert rule.next(torch.tensor(2.0).double(), torch.tensor(ratio).double()) == 2.0 * factor
-
-
-def test_a_number_is_a_constant():
-    rule = as_damping(0.5)
-    assert (rule.initial, rule.floor) == (0.5, 0.0)
-    assert rule.next(0.7, -math.inf) == 0.5
 
 
 @pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"])
