@@ -60,15 +60,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 
 def make(name):
-    if name not in OWN:
-        return problems.make(name)
-    torch.manual_seed(0)
-    problem = OWN[name]()
-    problem.model.double()
-    problem.inputs = problem.inputs.double()
-    if problem.targets.is_floating_point():
-        problem.targets = problem.targets.double()
-    return problem
+    return problems.make(OWN.get(name, name))
 
 
 def new_inputs(problem, count=5):
