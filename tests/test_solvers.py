@@ -10,6 +10,7 @@ import problems
 import reference
 import woodbury
 from fuzz.models import Parts
+from test_layers import METHODS
 from woodbury._bytes import available_bytes
 from woodbury._vector import flatten
 from woodbury.model.capture import GraphCapture
@@ -17,7 +18,6 @@ from woodbury.model.chain import ChainCapture
 from woodbury.optim import problems as posing
 from woodbury.row_matrix import Rows
 
-METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 every_kind = pytest.mark.parametrize("kind", list(METHODS))
 every_blocks = pytest.mark.parametrize("blocks", ["full", "layer"])
 every_subset = pytest.mark.parametrize("subset", [[5, 0, 9, 2], list(range(12))], ids=["part", "all"])
@@ -136,15 +136,6 @@ def test_products_give_the_dense_direction_without_a_row(index, name, kind, monk
     assert reference.relative_error(flatten(p), expected) <= bound
 
 
-def test_products_leave_a_layer_alone_that_is_not_called():
-    model = Parts(lambda m, x: m.a(x), a=nn.Linear(3, 2), idle=nn.Linear(2, 2)).double()
-    x, t = torch.randn(5, 3).double(), torch.randn(5, 2).double()
-    for blocks in ("full", "layer"):
-        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), solver="products", blocks=blocks)
-        p = optimizer.direction(x, t)
-        assert p["idle.weight"].abs().max() == 0 and p["a.weight"].abs().max() > 0
-
-
 class Attention(nn.Module):
     """A language model of one fused attention layer; outputs (n, C, T)."""
 
@@ -180,17 +171,13 @@ def test_fused_attention_can_be_differentiated_twice():
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
-def many_rows():
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 40), transposed())
-    return model, nn.CrossEntropyLoss(), torch.randint(5, (30, 50)), torch.randint(40, (30, 50))
-
-
 @pytest.mark.parametrize("solver, needed", [("cg", "38.2 GiB"), ("cholesky", "0.0766 GiB")])
 def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated_and_the_ways_out_work(
     solver, needed, monkeypatch
 ):
     """58500 rows of 2000 outputs; the Gram matrix thrice, or the rows of 175 parameters written out."""
-    model, loss, inputs, targets = many_rows()
+    model, loss = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 40), transposed()), nn.CrossEntropyLoss()
+    inputs, targets = torch.randint(5, (30, 50)), torch.randint(40, (30, 50))
     monkeypatch.setattr(posing, "available_bytes", lambda device: 2**28)
     monkeypatch.setattr(posing, "_WORTH_ASKING", 2**20)
     forbid(monkeypatch, woodbury.losses.softmax.Softmax, "compact_factor")
