@@ -40,6 +40,16 @@ def value_of(loss, outputs, targets):
     return loss(outputs, targets)
 
 
+def loss_of(model, data, loss=None):
+    """Of all samples, mean squares unless another is given; in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        value = (loss or nn.MSELoss())(model(data[0]), data[1]).item()
+    model.train(was_training)
+    return value
+
+
 def is_sum(loss):
     return getattr(loss, "reduction", "mean") == "sum"
 
