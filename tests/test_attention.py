@@ -43,18 +43,14 @@ class Spread(Parts):
         )
 
 
-def sentences(n=N):
-    x = torch.randint(1, WORDS, (n, LENGTH))
-    for sample, length in enumerate(torch.randint(1, LENGTH + 1, (n,)).tolist()):
-        x[sample, length:] = 0
-    x[0, -1] = 1  # one has full length
-    return x
-
-
 def padded():
     torch.manual_seed(0)
     model = shaken(Padded().double()).eval()
-    return model, sentences(), torch.randint(CLASSES, (N,))
+    x = torch.randint(1, WORDS, (N, LENGTH))
+    for sample, length in enumerate(torch.randint(1, LENGTH + 1, (N,)).tolist()):
+        x[sample, length:] = 0
+    x[0, -1] = 1  # one has full length
+    return model, x, torch.randint(CLASSES, (N,))
 
 
 OPTIMIZERS = {
@@ -103,13 +99,6 @@ def test_rows_and_directions_of_an_encoder_with_padding():
         assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.5)
 
 
-def attending():
-    def run(m, x):
-        return m.head(torch.tanh(m.attend(x, x, x, need_weights=False)[0]).mean(1))
-
-    return Parts(run, attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, CLASSES))
-
-
 def test_no_function_of_torch_is_exchanged_while_attention_runs():
     seen = []
 
@@ -119,8 +108,11 @@ def test_no_function_of_torch_is_exchanged_while_attention_runs():
             seen.append(F.linear)
             return super().__torch_function__(function, types, args, kwargs or {})
 
+    def run(m, x):
+        return m.head(torch.tanh(m.attend(x, x, x, need_weights=False)[0]).mean(1))
+
     before = dict(vars(F))
-    model = attending()
+    model = Parts(run, attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, CLASSES))
     inputs = torch.randn(N, LENGTH, 4).as_subclass(Inside)
     optimizer = woodbury.NaturalGradient(model, LOSS)
     optimizer.step(inputs, torch.randint(CLASSES, (N,)))
