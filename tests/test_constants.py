@@ -3,11 +3,13 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import problems
 import woodbury
 from fuzz.models import Parts
 from woodbury.device import constants, recording
@@ -16,8 +18,9 @@ LOSS = nn.CrossEntropyLoss()
 CLASSES = 3
 
 
-def chain():
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+chain = partial(problems.mlp, 4, 5, CLASSES)
+vectors = partial(torch.randn, 6, 4)
+sentences = partial(torch.randint, 5, (6, 3))
 
 
 def by_graph():
@@ -61,14 +64,6 @@ def lookup():
     layers = {"words": nn.Embedding(5, 4), "attend": nn.MultiheadAttention(4, 2, batch_first=True)}
     cell = nn.LSTM(4, 5, proj_size=4, batch_first=True)
     return Parts(run, **layers, cell=cell, head=nn.Linear(4, CLASSES))
-
-
-def vectors():
-    return torch.randn(6, 4)
-
-
-def sentences():
-    return torch.randint(5, (6, 3))
 
 
 @pytest.mark.parametrize(
