@@ -48,10 +48,6 @@ def system(x, y):
     return [slopes[0][:, :1] - y[:, 1:], slopes[1] + y[:, :1] * slopes[0]]  # (n, 1) and (n, 2)
 
 
-def with_auxiliary(x, y, a):
-    return dde.grad.jacobian(y, x, i=0, j=0) - a * y
-
-
 def right(x, on_boundary):
     return on_boundary and np.isclose(x[0], 1)
 
@@ -118,7 +114,10 @@ MODELS = {
     **{name: lambda name=name: poisson(name, loss_weights=[2.0, 5.0]) for name in CONDITIONS},
     "several": lambda: poisson("dirichlet", "neumann", "point set", loss_weights=[1.0, 3.0, 0.0, 7.0]),
     "system": lambda: poisson("dirichlet", pde=system, outputs=2, loss_weights=[2.0, 0.5, 3.0]),
-    "auxiliary": lambda: poisson(pde=with_auxiliary, auxiliary_var_function=lambda x: x[:, :1] ** 2 + 1),
+    "auxiliary": lambda: poisson(
+        pde=lambda x, y, a: dde.grad.jacobian(y, x, i=0, j=0) - a * y,
+        auxiliary_var_function=lambda x: x[:, :1] ** 2 + 1,
+    ),
     "anchors": lambda: poisson("dirichlet", anchors=MEASURED),
     "unknown": lambda: heat(loss_weights=[1.0, 2.0, 3.0, 4.0]),
 }
@@ -200,15 +199,11 @@ def test_points_are_drawn_of_all_kinds_of_training_points():
     assert all(own.weight is None for own in balanced.values())
 
 
-def mixing(x, y):
-    return y - y.mean()
-
-
 REFUSED = {
     "not compiled": lambda: dde.Model(poisson().data, poisson().net),
     "mean of squares": lambda: poisson("dirichlet", loss="MAE"),
     "not all are numbers": lambda: poisson(pde=lambda x, y: y / 0 * 0),
-    "depend on other points": lambda: poisson(pde=mixing),
+    "depend on other points": lambda: poisson(pde=lambda x, y: y - y.mean()),
     "random numbers": lambda: poisson(pde=lambda x, y: y + torch.rand_like(y)),
     "IDE cannot be taken": lambda: compiled(
         dde.data.IDE(dde.geometry.TimeDomain(0, 1), lambda x, y, z: y, [], 4, kernel=lambda x, s: s, num_domain=5)
