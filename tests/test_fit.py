@@ -28,16 +28,11 @@ def draw(count):
     return inputs, torch.sin(3 * inputs)
 
 
-def loss_of(model, data):
-    with torch.no_grad():
-        return nn.functional.mse_loss(model(data[0]), data[1]).item()
-
-
 def is_loss_of(value, model, data):
     """Whether this is the loss: its residuals are differences of numbers as large as the targets."""
     condition = math.sqrt(data[1].square().mean() / value)
     return value == pytest.approx(
-        loss_of(model, data), rel=bounds.rounding(len(reference.theta(model)), condition), abs=0
+        reference.loss_of(model, data), rel=bounds.rounding(len(reference.theta(model)), condition), abs=0
     )
 
 
@@ -124,7 +119,9 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
     assert counts[:2] == [8, 8] and max(counts) == fit.samples > 8
     assert fit.samples <= 8 * sum(own.numel() for own in model.parameters())
     inputs = torch.rand(50, 2, dtype=torch.float64)
-    assert max(loss_of(model, (inputs, surface(inputs))), fit.loss) < 1e-3 * surface(inputs).square().mean()
+    assert (
+        max(reference.loss_of(model, (inputs, surface(inputs))), fit.loss) < 1e-3 * surface(inputs).square().mean()
+    )
 
 
 def test_the_number_of_samples_follows_the_model():
