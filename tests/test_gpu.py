@@ -460,23 +460,11 @@ def test_an_info_read_late_shows_the_numbers_of_its_step():
     assert float(info.damping) == pytest.approx(expected)
 
 
-class Running(nn.Module):
-    """Running statistics, in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.head = nn.InstanceNorm1d(3, track_running_stats=True), nn.Linear(15, 2)
-        self.register_buffer("total", torch.zeros(()))
-
-    def forward(self, x):
-        self.total += 1
-        return self.head(self.norm(x).flatten(1))
-
-
 @pytest.mark.parametrize("accepted", [True, False])
 @pytest.mark.parametrize("capture", [True, False], ids=["recorded", "ordinary"])
 def test_steps_leave_the_buffers_of_one_pass_or_of_before(capture, accepted):
-    model = Running().double().cuda()
+    norm = nn.InstanceNorm1d(3, track_running_stats=True)  # which has buffers too, and changes them in place
+    model = problems.Counting(nn.Sequential(norm, nn.Flatten(), nn.Linear(15, 2))).double().cuda()
     inputs, targets = torch.randn(6, 3, 5).double().cuda(), torch.randn(6, 2).double().cuda()
     accept = None if accepted else float("inf")
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=1.0, accept=accept, capture=capture)
