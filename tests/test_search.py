@@ -456,7 +456,7 @@ def test_the_depth_follows_the_steps_of_an_optimizer():
         depth = depths[-1] + (gained >= 0.7 * promised) - (gained < 0.4 * promised)
         depths.append(min(max(depth, 0), 5))
         assert optimizer.state["search"]["depth"] == depths[-1]
-    assert depths == [0, 0, 1, 1, 1, 2, 3, 2, 3, 2, 3, 3, 4]  # as it happens here
+    assert max(depths) >= 2 and any(after < before for before, after in pairwise(depths))
 
 
 @pytest.mark.parametrize("name", ["softmax", "squared"])
