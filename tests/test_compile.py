@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import problems
 import woodbury
 from fuzz.models import Parts
 from woodbury._vector import flatten
@@ -167,12 +168,10 @@ def test_fit_takes_a_compiled_model():
     inputs = torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(1)
     results = []
     for compiled in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        model = problems.network(1, 5, 1)
         model = torch.compile(model, backend="aot_eager") if compiled else model
-        results.append(
-            woodbury.fit(model, nn.MSELoss(), (inputs, inputs.sin()), steps=3, progress=False, seed=0).loss
-        )
+        fit = woodbury.fit(model, nn.MSELoss(), (inputs, inputs.sin()), steps=3, progress=False, seed=0)
+        results.append(fit.loss)
     assert results[0] == results[1]
 
 
