@@ -36,6 +36,10 @@ def network(*widths, seed=0):
     return problems.network(*(widths or (2, 8, 1)), seed=seed)
 
 
+def loader():
+    return DataLoader(TensorDataset(*noisy()), 20)
+
+
 def sampler(count):
     return noisy(samples=count)
 
@@ -82,10 +86,14 @@ def test_the_best_parameters_come_back_and_the_fit_says_which():
     assert f"(step {fit.best_step})" in repr(fit) and len(repr(fit)) < 200
 
 
-@pytest.mark.parametrize("data, patience, others", [(noisy(), 1, {}), (sampler, 3, {"samples": 40, "seed": 0})])
-def test_patience_is_the_number_of_steps_that_follow_the_best(data, patience, others):
+@pytest.mark.parametrize(
+    "data, patience, others",
+    [(noisy(), 1, {}), (sampler, 3, {"samples": 40, "seed": 0}), (loader(), 2, {"epochs": 60, "seed": 0})],
+)
+def test_patience_is_the_number_of_steps_or_epochs_that_follow_the_best(data, patience, others):
     fit = fitted(network(2, 4, 1), data, validation=noisy(1, 30), patience=patience, **others)
-    assert fit.reason == "validation" and fit.steps == fit.best_step + patience
+    steps = 3 if "epochs" in others else 1
+    assert fit.reason == "validation" and fit.steps == fit.best_step + steps * patience
 
 
 def test_a_share_is_split_off_by_the_seed():
@@ -173,10 +181,6 @@ def test_the_posterior_of_a_fit_is_that_of_its_prior_and_noise_now_and_later():
 
 
 # -- bad input ------------------------------------------------------------------------------------------------
-
-
-def loader():
-    return DataLoader(TensorDataset(*noisy()), 20)
 
 
 def difference(outputs, targets):
