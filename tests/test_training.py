@@ -79,23 +79,6 @@ def test_without_a_budget_there_are_twenty_epochs_and_a_tolerance_ends_them():
     assert fit.reason == "tolerance" and fit.history[-1]["loss"] <= 0.1 < fit.history[-2]["loss"]
 
 
-def test_validation_data_chooses_the_parameters():
-    data, model, seen = classes(), network(), []
-    wrong = classes(60, seed=1)
-    wrong = wrong[0], (wrong[1] + 1) % 3  # the better the fit, the worse here
-
-    def keep(fit):
-        if len(fit.history) > len(seen):
-            seen.append(reference.theta(model).clone())
-
-    fit = fitted(model, batches(data), epochs=30, validation=wrong, patience=3, callback=keep)
-    losses = [record["validation"] for record in fit.history]
-    best = losses.index(min(losses))
-    assert fit.reason == "validation" and len(losses) == best + 4
-    assert torch.equal(reference.theta(model), seen[best])
-    assert losses[best] == pytest.approx(loss_of(model, wrong), rel=bounds.rounding(60, dtype=torch.float32))
-
-
 def test_a_model_in_evaluation_mode_is_trained_in_training_mode_and_put_back():
     model, modes = network().eval(), []
     fitted(model, batches(classes()), steps=2, callback=lambda fit: modes.append(model.training))
