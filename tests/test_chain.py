@@ -96,7 +96,6 @@ def instance(kind):
     method=list(METHODS),
 )
 def test_steps_equal_those_of_the_same_layers_run_by_torch(loss, kind, bias, method):
-    torch.manual_seed(1)
     layers = [nn.Linear(4, 6, bias=bias), instance(kind), nn.Linear(6, 5, bias=bias), instance(kind)]
     model = nn.Sequential(*layers, nn.Linear(5, 3, bias=bias)).double()
     pair = pair_of(METHODS[method], model, loss, curvature_samples=3, damping=0.1, lr=0.5)
@@ -120,7 +119,6 @@ SETTINGS = {  # tolerances below rounding
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_mean_the_same_along_a_chain(name, method):
-    torch.manual_seed(2)
     model, loss = problems.mlp(4, 6, 5, 3).double(), nn.CrossEntropyLoss()
     pair = pair_of(METHODS[method], model, loss, **SETTINGS[name])
     batches = [batch(3, loss, n) for n in (9, 5)]
@@ -128,7 +126,6 @@ def test_settings_mean_the_same_along_a_chain(name, method):
 
 
 def test_kfac_is_the_same_along_a_chain():
-    torch.manual_seed(4)
     model, loss = problems.mlp(4, 6, 3).double(), nn.CrossEntropyLoss()
     own, by_torch = pair_of(woodbury.KFAC, model, loss, curvature_samples=4)
     for _ in range(4):
@@ -141,7 +138,6 @@ def test_kfac_is_the_same_along_a_chain():
 @pytest.mark.parametrize("samples", [2, 6, 7])
 def test_a_pass_gives_outputs_rows_and_gradient_of_autograd(samples):
     """Rows for columns of some samples, or of all, with one column or several."""
-    torch.manual_seed(5)
     model = problems.mlp(4, 6, 5, 3).double()
     inputs = torch.randn(7, 4, dtype=torch.float64)
     plan = plan_of(model)
@@ -180,7 +176,6 @@ SETTINGS_AT_THE_ENDS = {name: SETTINGS[name] for name in ("all samples", "moment
     name=list(SETTINGS_AT_THE_ENDS),
 )
 def test_a_chain_may_begin_with_a_flatten_or_a_scale_and_end_in_one_or_in_an_activation(first, last, method, name):
-    torch.manual_seed(7)
     ends = [[scale(own) if isinstance(own, int) else own() for own in end] for end in (first, last)]
     model = nn.Sequential(*ends[0], nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), *ends[1]).double()
     loss = nn.CrossEntropyLoss()
@@ -227,7 +222,6 @@ NOT_CHAINS = {
 @pytest.mark.parametrize("late", [False, True], ids=["from the start", "after a step"])
 def test_what_is_no_chain_is_not_run_as_one(name, late, monkeypatch):
     """p stays right by products that know of no chain, also where the model changes between two steps."""
-    torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sequential()).double()
     loss, inputs = nn.MSELoss(), torch.randn(7, 4, dtype=torch.float64)
     targets = torch.randn(7, 4, dtype=torch.float64)
@@ -328,7 +322,6 @@ def test_a_model_that_is_no_chain_on_a_later_batch_has_the_rows_of_that_batch():
 @pytest.fixture
 def setting():
     """A model with more parameters than rows, and a batch."""
-    torch.manual_seed(8)
     model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Tanh(), nn.Linear(30, 3)).double()
     return model, torch.randn(7, 40, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
 
@@ -445,7 +438,6 @@ def test_loss_rules_of_ones_own_work_with_chains(setting, rule, method, monkeypa
 
 def test_conjugate_gradients_see_small_residuals():
     """|e| lambda about 1e-22, whose square is zero in single precision."""
-    torch.manual_seed(9)
     model = nn.Sequential(nn.Linear(200, 150, bias=False), nn.Tanh(), nn.Linear(150, 3, bias=False))
     with torch.no_grad():
         model[2].weight.mul_(1e-10)
