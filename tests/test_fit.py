@@ -113,7 +113,6 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
         inputs = torch.rand(count, 2, dtype=torch.float64)
         return inputs, surface(inputs)
 
-    torch.manual_seed(0)
     model = problems.mlp(2, 12, 1).double()  # 49 parameters: 8 samples do not determine them
     fit = woodbury.fit(model, nn.MSELoss(), counting, steps=60, samples=8, points="as drawn", progress=False)
     assert counts[:2] == [8, 8] and max(counts) == fit.samples > 8
