@@ -367,12 +367,11 @@ def test_first_and_second_derivatives_along_a_step_by_forward_mode_and_along_man
 
 # In an optimizer
 
-ANSATZ = {
-    "large biases": lambda: large_biases(nn.Tanh, (0.3, -0.4, 50.0)),  # whose rows are those of the value
-}
+# whose rows are those of the value
+LARGE = {"large biases": lambda: large_biases(nn.Tanh, (0.3, -0.4, 50.0))}
 
 
-@every_pair(make=MODELS | ANSATZ, samples=[POINTS, 4], fallback=[None, "autograd"])
+@every_pair(make=MODELS | LARGE, samples=[POINTS, 4], fallback=[None, "autograd"])
 def test_a_step_goes_by_layer_rules_or_by_the_fallback(make, samples, fallback):
     model, points, damping = build(make), draw(), 0.1
     targets = torch.zeros_like(residual(model, points)).detach()
