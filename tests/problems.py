@@ -86,6 +86,38 @@ def mlp(*widths, activation=nn.Tanh, bias=True):
     return nn.Sequential(*layers[:-1])
 
 
+def network(*widths, seed=0, dtype=torch.float64):
+    """The same network for the same seed."""
+    torch.manual_seed(seed)
+    return mlp(*widths).to(dtype)
+
+
+class Counting(nn.Module):
+    """Counts the passes through its inner module in a buffer, as BatchNorm does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        return self.inner(x)
+
+
+class Table:
+    """What a table of pandas has of interest here."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return self.values.numpy()
+
+    def __iter__(self):
+        return iter(["a", "b"])  # names of columns
+
+
 @dataclass
 class Problem:
     model: nn.Module
@@ -219,8 +251,9 @@ SHARED = [
 
 
 def make(name, dtype=torch.float64, seed=0):
+    """A problem by its name, or by a function that makes it."""
     torch.manual_seed(seed)
-    problem = PROBLEMS[name]()
+    problem = name() if callable(name) else PROBLEMS[name]()
     problem.model.to(dtype)
     problem.loss.to(dtype)
     if problem.inputs.is_floating_point():

@@ -15,18 +15,16 @@ from woodbury._vector import flatten
 N, LENGTH, WORDS = 6, 4, 7
 
 
-def encoder(layers=2, norm=True):
+def encoder():
     layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(4) if norm else None)
+    return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4))
 
 
-class Padded(nn.Module):
+class Padded(Parts):
     """Sentences with padding at their end; what the encoder gives at padded positions reaches the outputs."""
 
-    def __init__(self, norm=True):
-        super().__init__()
-        self.words, self.encode = nn.Embedding(WORDS, 4), encoder(norm=norm)
-        self.head = nn.Linear(4 * LENGTH, CLASSES)
+    def __init__(self):
+        super().__init__(words=nn.Embedding(WORDS, 4), encode=encoder(), head=nn.Linear(4 * LENGTH, CLASSES))
 
     def forward(self, x):
         return self.head(self.encode(self.words(x), src_key_padding_mask=x == 0).flatten(1))
@@ -45,18 +43,13 @@ class Spread(Parts):
         )
 
 
-def sentences(n=N):
-    x = torch.randint(1, WORDS, (n, LENGTH))
-    for sample, length in enumerate(torch.randint(1, LENGTH + 1, (n,)).tolist()):
+def padded():
+    model = shaken(Padded().double()).eval()
+    x = torch.randint(1, WORDS, (N, LENGTH))
+    for sample, length in enumerate(torch.randint(1, LENGTH + 1, (N,)).tolist()):
         x[sample, length:] = 0
     x[0, -1] = 1  # one has full length
-    return x
-
-
-def padded():
-    torch.manual_seed(0)
-    model = shaken(Padded().double()).eval()
-    return model, sentences(), torch.randint(CLASSES, (N,))
+    return model, x, torch.randint(CLASSES, (N,))
 
 
 OPTIMIZERS = {
@@ -84,7 +77,6 @@ def test_the_trial_pass_of_an_encoder_in_eval_mode_is_that_of_the_step(name):
 
 @pytest.mark.parametrize("frozen, curvature_samples", [(False, None), (True, 3)])
 def test_a_frozen_encoder_takes_the_same_path_in_both_passes(frozen, curvature_samples):
-    torch.manual_seed(0)
     model = shaken(Spread().double()).eval()
     model.encode.requires_grad_(not frozen)
     inputs, targets = torch.randn(N, 6, dtype=torch.float64), torch.randint(CLASSES, (N,))
@@ -106,13 +98,6 @@ def test_rows_and_directions_of_an_encoder_with_padding():
         assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.5)
 
 
-def attending():
-    def run(m, x):
-        return m.head(torch.tanh(m.attend(x, x, x, need_weights=False)[0]).mean(1))
-
-    return Parts(run, attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, CLASSES))
-
-
 def test_no_function_of_torch_is_exchanged_while_attention_runs():
     seen = []
 
@@ -122,8 +107,11 @@ def test_no_function_of_torch_is_exchanged_while_attention_runs():
             seen.append(F.linear)
             return super().__torch_function__(function, types, args, kwargs or {})
 
+    def run(m, x):
+        return m.head(torch.tanh(m.attend(x, x, x, need_weights=False)[0]).mean(1))
+
     before = dict(vars(F))
-    model = attending()
+    model = Parts(run, attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, CLASSES))
     inputs = torch.randn(N, LENGTH, 4).as_subclass(Inside)
     optimizer = woodbury.NaturalGradient(model, LOSS)
     optimizer.step(inputs, torch.randint(CLASSES, (N,)))

@@ -81,7 +81,7 @@ FITS = {
     "a pair": (network, lambda: {"data": smooth(), "steps": 9}, (2, 9)),
     "validation": (network, lambda: {"data": smooth(), "steps": 14, "validation": OTHERS}, (2, 13)),
     "a share": (network, lambda: {"data": smooth(), "steps": 8, "validation": 0.25, "seed": 4}, (3,)),
-    "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 30)),
+    "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 45)),
     "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 17)),
     "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 18)),
     "own generator": (
@@ -325,8 +325,13 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("at", [1, 4, 13])
-@pytest.mark.parametrize("kind, place", [(kind, place) for kind, places in PLACES.items() for place in places])
+@pytest.mark.parametrize(
+    "kind, place, at",
+    [
+        *((kind, place, at) for kind, places in PLACES.items() for place in places for at in (1, 4, 13)),
+        ("pair", "evaluation", 1 + 2 * 8 + 1),  # after the last of 8 steps
+    ],
+)
 def test_an_interrupt_anywhere_leaves_the_best_parameters(kind, place, at):
     fit, model = interrupted(kind, place, at)
     assert all(own.training for own in model.modules())

@@ -100,30 +100,6 @@ def test_two_classes_are_close_to_the_mean_of_a_sigmoid():
             assert abs(float(mean_softmax(mean, covariance)[0, 1]) - exact) < 2 * d < 0.04
 
 
-def test_wide_logits_are_less_sure_and_a_common_shift_changes_nothing():
-    torch.manual_seed(0)
-    mean = torch.randn(6, 4, dtype=torch.float64) * 3
-    factor = torch.randn(6, 4, 4, dtype=torch.float64)
-    covariance = factor @ factor.mT
-    plain = mean_softmax(mean, covariance)
-    assert (plain.max(1).values < mean.softmax(1).max(1).values).all()
-    shifted = mean_softmax(mean + 5.0, covariance + 3.0)
-    torch.testing.assert_close(shifted, plain, rtol=bounds.rounding(16, float(covariance.abs().max())), atol=0)
-
-
-def test_a_sample_of_weight_two_is_two_samples():
-    torch.manual_seed(0)
-    mean, factor = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, 3, dtype=torch.float64)
-    covariance = factor @ factor.mT / 10
-    targets = torch.eye(3, dtype=torch.float64)[torch.tensor([0, 1, 2, 0, 1])]
-    doubled = left_out(mean, covariance, 2 * targets)
-    for own, other in zip(doubled, left_out(mean, covariance, targets), strict=True):
-        torch.testing.assert_close(own, other)
-    assert share_by_left_out(mean, covariance, 2 * targets) == share_by_left_out(
-        mean.repeat(2, 1), covariance.repeat(2, 1, 1), targets.repeat(2, 1)
-    )
-
-
 def test_a_sample_that_alone_determines_a_direction_can_be_left_out():
     mean = torch.zeros(1, 2, dtype=torch.float64)
     covariance = 2 * torch.eye(2, dtype=torch.float64).unsqueeze(0)  # V H has the eigenvalue 1

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import woodbury
+from fuzz.models import Parts
 
 SAMPLES = 40
 
@@ -16,10 +17,6 @@ SAMPLES = 40
 def unit(columns=2):
     draws = torch.Generator().manual_seed(0)
     return 2 * torch.rand(SAMPLES, columns, generator=draws, dtype=torch.float64) - 1
-
-
-def with_column(values):
-    return torch.cat([unit(1), values.reshape(SAMPLES, 1).double()], 1)
 
 
 def network(*first, inputs=2):
@@ -56,26 +53,12 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("name", FAR)
-def test_far_columns_are_named(name):
-    assert columns_named(network(), with_column(FAR[name])) == "1"
-    assert columns_named(network(), torch.cat([FAR[name], unit(1), FAR[name]], 1)[:, [0, 2]]) == "0, 1"
-
-
-@pytest.mark.parametrize("name", NEAR)
-def test_near_columns_are_not(name):
-    assert columns_named(network(), with_column(NEAR[name])) is None
-
-
-class ByHand(nn.Module):
-    """Scales its inputs without a module."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x):
-        return self.net((x - 1990) / 30)
+@pytest.mark.parametrize("name", FAR | NEAR)
+def test_far_columns_are_named_and_near_ones_are_not(name):
+    inputs = torch.cat([unit(1), (FAR | NEAR)[name].reshape(SAMPLES, 1).double()], 1)
+    assert columns_named(network(), inputs) == ("1" if name in FAR else None)
+    if name in FAR:
+        assert columns_named(network(), torch.cat([FAR[name], unit(1), FAR[name]], 1)[:, [0, 2]]) == "0, 1"
 
 
 YEARS = 1990 + 30 * unit()
@@ -83,7 +66,7 @@ MODELS = {
     "a scale": (network(woodbury.Scale.inputs(YEARS)), YEARS),
     "a norm": (network(nn.BatchNorm1d(2)), YEARS),
     "a norm without parameters": (network(nn.BatchNorm1d(2, affine=False)), YEARS),
-    "by hand": (ByHand(), YEARS),
+    "by hand": (Parts(lambda m, x: m.net((x - 1990) / 30), net=network()), YEARS),
     "images": (
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 1)).double(),
         255 * torch.rand(SAMPLES, 1, 4, 4, dtype=torch.float64),

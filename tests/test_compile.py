@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import problems
 import woodbury
+from fuzz.models import Parts
 from woodbury._vector import flatten
 
 N, CLASSES = 5, 3
@@ -166,12 +168,10 @@ def test_fit_takes_a_compiled_model():
     inputs = torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(1)
     results = []
     for compiled in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        model = problems.network(1, 5, 1)
         model = torch.compile(model, backend="aot_eager") if compiled else model
-        results.append(
-            woodbury.fit(model, nn.MSELoss(), (inputs, inputs.sin()), steps=3, progress=False, seed=0).loss
-        )
+        fit = woodbury.fit(model, nn.MSELoss(), (inputs, inputs.sin()), steps=3, progress=False, seed=0)
+        results.append(fit.loss)
     assert results[0] == results[1]
 
 
@@ -203,7 +203,7 @@ def test_loops_with_a_compiled_model_take_the_steps_of_the_model_as_written(way,
     model, plain, loss = way("aot_eager").eval(), written().eval(), nn.CrossEntropyLoss()
     optimizer = woodbury.GaussNewton(model, loss, watch=door == "watch")
     alone = woodbury.GaussNewton(plain, loss)
-    inputs, targets = batch()
+    (inputs, targets), compiled_call = batch(), model._compiled_call_impl
 
     def closure():
         optimizer.zero_grad()
@@ -217,45 +217,20 @@ def test_loops_with_a_compiled_model_take_the_steps_of_the_model_as_written(way,
         alone.step(inputs, targets)
         compiled.append(graphs())
     assert compiled[1] == compiled[-1]  # whatever torch makes of calls that are not to be compiled
+    assert door == "watch" or model._compiled_call_impl is compiled_call  # again, once nobody watches
     assert same(model, plain)
 
 
-def test_a_model_is_compiled_again_once_nobody_watches():
-    model = compile_in_place("aot_eager")
-    own = model._compiled_call_impl
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
-    inputs, targets = batch()
-
-    def closure():
-        assert model._compiled_call_impl is not own
-        value = nn.CrossEntropyLoss()(model(inputs), targets)
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-    assert model._compiled_call_impl is own
-    assert graphs() == 0
-    model(inputs)
-    assert graphs() == 1
-
-
-class WithLoss(nn.Module):
+def with_loss(m, inputs, labels):
     """Computes its loss itself, as models of transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Inside()
-
-    def forward(self, inputs, labels):
-        outputs = self.net(inputs)
-        return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
+    outputs = m.net(inputs)
+    return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
 
 
 def test_a_watched_model_compiled_later_with_its_loss_inside():
     results = []
     for compiled in (False, True):
-        torch.manual_seed(1)
-        model = WithLoss().double().eval()
+        model = Parts(with_loss, net=written()).eval()
         optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
         run = torch.compile(model, backend="aot_eager") if compiled else model
         for _ in range(3):

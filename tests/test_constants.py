@@ -3,20 +3,24 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import problems
 import woodbury
+from fuzz.models import Parts
 from woodbury.device import constants, recording
 
 LOSS = nn.CrossEntropyLoss()
 CLASSES = 3
 
 
-def chain():
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+chain = partial(problems.mlp, 4, 5, CLASSES)
+vectors = partial(torch.randn, 6, 4)
+sentences = partial(torch.randint, 5, (6, 3))
 
 
 def by_graph():
@@ -50,25 +54,16 @@ def test_batches_of_many_sizes_leave_a_bounded_number_of_tensors(model, make):
     assert len(constants.all_constants()) <= 5 * constants.LIMIT == 5 * 32
 
 
-class Lookup(nn.Module):
+def lookup():
     """Layers that need the fallback, attention, and an embedding."""
 
-    def __init__(self):
-        super().__init__()
-        self.words, self.attend = nn.Embedding(5, 4), nn.MultiheadAttention(4, 2, batch_first=True)
-        self.cell, self.head = nn.LSTM(4, 5, proj_size=4, batch_first=True), nn.Linear(4, CLASSES)
+    def run(m, x):
+        h = m.words(x)
+        return m.head(m.cell(m.attend(h, h, h)[0])[0][:, -1])
 
-    def forward(self, x):
-        h = self.words(x)
-        return self.head(self.cell(self.attend(h, h, h)[0])[0][:, -1])
-
-
-def vectors():
-    return torch.randn(6, 4)
-
-
-def sentences():
-    return torch.randint(5, (6, 3))
+    layers = {"words": nn.Embedding(5, 4), "attend": nn.MultiheadAttention(4, 2, batch_first=True)}
+    cell = nn.LSTM(4, 5, proj_size=4, batch_first=True)
+    return Parts(run, **layers, cell=cell, head=nn.Linear(4, CLASSES))
 
 
 @pytest.mark.parametrize(
@@ -78,8 +73,8 @@ def sentences():
         (chain, vectors, woodbury.NaturalGradient, {"curvature_samples": 3, "momentum": 0.5}),
         (by_graph, vectors, woodbury.GaussNewton, {"curvature_samples": 3}),
         (by_graph, vectors, woodbury.GaussNewton, {"solver": "products"}),
-        (Lookup, sentences, woodbury.GaussNewton, {"fallback": "autograd"}),
-        (Lookup, sentences, woodbury.HessianFree, {}),
+        (lookup, sentences, woodbury.GaussNewton, {"fallback": "autograd"}),
+        (lookup, sentences, woodbury.HessianFree, {}),
         (chain, vectors, woodbury.KFAC, {}),
     ],
 )

@@ -10,12 +10,6 @@ import reference
 import woodbury
 
 
-def small_nonconvex_problem():
-    inputs = torch.randn(24, 3).double()
-    targets = torch.sin(inputs.sum(1, keepdim=True)) + 0.3 * torch.randn(24, 1).double()
-    return problems.mlp(3, 4, 1).double(), nn.MSELoss(), inputs, targets
-
-
 def test_lemma_1_predicted_decrease_bounds_gradient_times_step():
     """m(0) - m(p) >= lambda |p|^2 >= c1 |g| |p| with c1 = lambda / (beta + lambda)."""
     for name in ("softmax", "squared-sum", "pictures", "tokens-ignored"):
@@ -41,7 +35,9 @@ def test_theorem_1_semi_stochastic_variant_converges_to_a_stationary_point(metho
     f is a non-convex loss plus an l2 term, which the method treats as part of f and of the model.
     """
     decay = 0.05
-    model, loss, inputs, targets = small_nonconvex_problem()
+    inputs = torch.randn(24, 3).double()
+    targets = torch.sin(inputs.sum(1, keepdim=True)) + 0.3 * torch.randn(24, 1).double()
+    model, loss = problems.mlp(3, 4, 1).double(), nn.MSELoss()
     loader = [(inputs[:10], targets[:10]), (inputs[10:], targets[10:])]
     optimizer = method(
         model,

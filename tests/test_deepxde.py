@@ -48,10 +48,6 @@ def system(x, y):
     return [slopes[0][:, :1] - y[:, 1:], slopes[1] + y[:, :1] * slopes[0]]  # (n, 1) and (n, 2)
 
 
-def with_auxiliary(x, y, a):
-    return dde.grad.jacobian(y, x, i=0, j=0) - a * y
-
-
 def right(x, on_boundary):
     return on_boundary and np.isclose(x[0], 1)
 
@@ -106,12 +102,11 @@ def heat(**settings):
         return [slopes[0][:, 1:] - rate * bend, slopes[1][:, :1] - torch.exp(rate) * y[:, :1]]
 
     start = dde.icbc.IC(geometry, lambda x: np.sin(np.pi * x[:, :1]), lambda _, on: on, component=1)
-    points = np.array([[0.2, 0.3], [0.5, 0.5], [0.7, 0.1]])
-    data = [start, dde.icbc.PointSetBC(points, points, component=[0, 1])]
+    data = [start, dde.icbc.PointSetBC(MEASURED, MEASURED, component=[0, 1])]
     net = dde.nn.FNN([3, 4, 2], "tanh", "Glorot normal")
     net.apply_feature_transform(lambda x: torch.cat([x, torch.sin(x[:, :1])], 1))
     net.apply_output_transform(lambda x, y: y * x[:, :1])
-    kind = dde.data.TimePDE(geometry, pde, data, num_domain=5, num_boundary=4, num_initial=3, anchors=points[:1])
+    kind = dde.data.TimePDE(geometry, pde, data, num_domain=5, num_boundary=4, num_initial=3, anchors=MEASURED[:1])
     return compiled(kind, net=net, external_trainable_variables=[rate], **settings)
 
 
@@ -119,7 +114,10 @@ MODELS = {
     **{name: lambda name=name: poisson(name, loss_weights=[2.0, 5.0]) for name in CONDITIONS},
     "several": lambda: poisson("dirichlet", "neumann", "point set", loss_weights=[1.0, 3.0, 0.0, 7.0]),
     "system": lambda: poisson("dirichlet", pde=system, outputs=2, loss_weights=[2.0, 0.5, 3.0]),
-    "auxiliary": lambda: poisson(pde=with_auxiliary, auxiliary_var_function=lambda x: x[:, :1] ** 2 + 1),
+    "auxiliary": lambda: poisson(
+        pde=lambda x, y, a: dde.grad.jacobian(y, x, i=0, j=0) - a * y,
+        auxiliary_var_function=lambda x: x[:, :1] ** 2 + 1,
+    ),
     "anchors": lambda: poisson("dirichlet", anchors=MEASURED),
     "unknown": lambda: heat(loss_weights=[1.0, 2.0, 3.0, 4.0]),
 }
@@ -201,44 +199,36 @@ def test_points_are_drawn_of_all_kinds_of_training_points():
     assert all(own.weight is None for own in balanced.values())
 
 
-def mixing(x, y):
-    return y - y.mean()
-
-
 REFUSED = {
-    "not compiled": (lambda: dde.Model(poisson().data, poisson().net), {}),
-    "mean of squares": (lambda: poisson("dirichlet", loss="MAE"), {}),
-    "not all are numbers": (lambda: poisson(pde=lambda x, y: y / 0 * 0), {}),
-    "depend on other points": (lambda: poisson(pde=mixing), {}),
-    "random numbers": (lambda: poisson(pde=lambda x, y: y + torch.rand_like(y)), {}),
-    "IDE cannot be taken": (
-        lambda: compiled(
-            dde.data.IDE(
-                dde.geometry.TimeDomain(0, 1), lambda x, y, z: y, [], 4, kernel=lambda x, s: s, num_domain=5
-            )
-        ),
-        {},
+    "not compiled": lambda: dde.Model(poisson().data, poisson().net),
+    "mean of squares": lambda: poisson("dirichlet", loss="MAE"),
+    "not all are numbers": lambda: poisson(pde=lambda x, y: y / 0 * 0),
+    "depend on other points": lambda: poisson(pde=lambda x, y: y - y.mean()),
+    "random numbers": lambda: poisson(pde=lambda x, y: y + torch.rand_like(y)),
+    "IDE cannot be taken": lambda: compiled(
+        dde.data.IDE(dde.geometry.TimeDomain(0, 1), lambda x, y, z: y, [], 4, kernel=lambda x, s: s, num_domain=5)
     ),
-    "Function cannot be taken": (
-        lambda: compiled(dde.data.Function(dde.geometry.Interval(0, 1), np.sin, 5, 5), inputs=1),
-        {},
+    "Function cannot be taken": lambda: compiled(
+        dde.data.Function(dde.geometry.Interval(0, 1), np.sin, 5, 5), inputs=1
     ),
-    "regularizer": (
-        lambda: poisson(net=dde.nn.FNN([2, 3, 1], "tanh", "Glorot normal", regularization=["l2", 1e-3])),
-        {},
+    "regularizer": lambda: poisson(
+        net=dde.nn.FNN([2, 3, 1], "tanh", "Glorot normal", regularization=["l2", 1e-3])
     ),
-    "PDEPointResampler": (lambda: poisson(), {"callbacks": [dde.callbacks.PDEPointResampler()]}),
-    "use": (lambda: poisson(), {"points": "everywhere"}),
+    "PDEPointResampler": poisson,
+    "use": poisson,
+}
+SETTINGS = {
+    "PDEPointResampler": {"callbacks": [dde.callbacks.PDEPointResampler()]},
+    "use": {"points": "everywhere"},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_taken_is_named_and_the_model_stays_as_it_was(message):
-    make, settings = REFUSED[message]
-    model = make()
+    model = REFUSED[message]()
     before = [(own, own.detach().clone()) for own in model.net.parameters()]
     with pytest.raises(ValueError, match=message):
-        woodbury.deepxde.fit(model, steps=2, verbose=0, **settings)
+        woodbury.deepxde.fit(model, steps=2, verbose=0, **SETTINGS.get(message, {}))
     assert all(torch.equal(own, value) and own.requires_grad for own, value in before)
     assert not model.losshistory.steps and model.train_state.step == 0
 

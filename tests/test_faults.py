@@ -730,8 +730,10 @@ OUT_OF_RANGE = [
     *(("progress", value) for value in (-1.0, NAN, "slow")),
     *(("refresh", value) for value in (0, 2.5, NAN, "often")),
     *(("decay", value) for value in (1.0, 1.5, -0.1, NAN, "0.9")),
-    *(("blocks", "row"), ("solver", "lu"), ("fallback", "yes"), ("forward", 3)),
-    *(("gram_dtype", torch.int32), ("gram_dtype", torch.float16), ("autocast", torch.float16), ("memory", -1)),
+    *(("blocks", "row"), ("solver", "lu"), ("fallback", "yes"), ("forward", 3), ("metric", "euclid")),
+    *(("gram_dtype", torch.int32), ("gram_dtype", torch.float16), ("autocast", torch.float16)),
+    *(("memory", value) for value in (-1, 1.5)),
+    *(("guard", value) for value in (-1.0, NAN, "no", True)),
     *(("params", value) for value in (3, [nn.Parameter(torch.zeros(3))])),
 ]
 OUT_OF_RANGE_OF_FIRST_ORDER = [

@@ -14,6 +14,7 @@ from torch import nn
 import problems
 import woodbury
 from changes import CHANGES, Scaled
+from fuzz.models import Parts
 from woodbury import _random
 from woodbury._vector import flatten
 from woodbury.device import fingerprint, passes, recording, scalars
@@ -274,19 +275,9 @@ def test_batches_that_no_graph_can_read_take_ordinary_steps():
     assert not is_recorded(optimizer)
 
 
-class Waiting(nn.Module):
-    """Looks at a number as it goes, which no graph can record."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.layer(x) if float(x.sum()) < 1e9 else self.layer(-x)
-
-
 def test_a_model_that_waits_takes_ordinary_steps_and_leaves_no_harm():
-    model = Waiting().cuda()
+    """It looks at a number as it goes, which no graph can record."""
+    model = Parts(lambda m, x: m.layer(x if float(x.sum()) < 1e9 else -x), layer=nn.Linear(4, 3)).cuda()
     inputs, targets = vectors()
     optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss())
     losses = [float(optimizer.step(inputs, targets).loss) for _ in range(6)]
@@ -358,23 +349,13 @@ def test_a_rejected_step_in_a_recording_keeps_the_parameters():
     assert optimizer.step(problem.inputs, problem.targets).accepted
 
 
-class Recurrent(nn.Module):
-    """With projections it has no rule; the bare parameter has one."""
-
-    def __init__(self, projections):
-        super().__init__()
-        self.cell = nn.LSTM(4, 3, proj_size=projections, batch_first=True)
-        self.start, self.head = nn.Parameter(torch.randn(5, 4)), nn.Linear(projections or 3, 2)
-
-    def forward(self, x):
-        return self.head(self.cell(x + self.start)[0][:, -1])
-
-
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
 @pytest.mark.parametrize("projections, fallback", [(0, None), (2, "autograd")], ids=["rule", "fallback"])
 def test_cudnns_recurrent_layers_are_exact(method, projections, fallback):
-    torch.manual_seed(0)
-    model = Recurrent(projections).to("cuda", torch.float64)
+    """With projections it has no rule; the bare parameter has one."""
+    cell = nn.LSTM(4, 3, proj_size=projections, batch_first=True)
+    parts = {"start": nn.Parameter(torch.randn(5, 4)), "head": nn.Linear(projections or 3, 2)}
+    model = Parts(lambda m, x: m.head(m.cell(x + m.start)[0][:, -1]), cell=cell, **parts).to("cuda", torch.float64)
     inputs = torch.randn(6, 5, 4, device="cuda", dtype=torch.float64)
     targets = torch.randint(2, (6,), device="cuda")
     optimizer = method(model, nn.CrossEntropyLoss(), damping=0.1, fallback=fallback)
@@ -407,7 +388,6 @@ def test_a_policy_of_ones_own_may_use_torch(capture):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_steps_along_a_chain_are_those_of_the_same_layers_run_by_torch(kind, dtype, is_scaled):
-    torch.manual_seed(0)
     model = problems.mlp(9, 12, 10, 4)
     if is_scaled:
         scales = woodbury.Scale.inputs(torch.randn(30, 9)), woodbury.Scale.targets(torch.randn(30, 4))
@@ -480,24 +460,11 @@ def test_an_info_read_late_shows_the_numbers_of_its_step():
     assert float(info.damping) == pytest.approx(expected)
 
 
-class Running(nn.Module):
-    """Running statistics, in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.head = nn.InstanceNorm1d(3, track_running_stats=True), nn.Linear(15, 2)
-        self.register_buffer("total", torch.zeros(()))
-
-    def forward(self, x):
-        self.total += 1
-        return self.head(self.norm(x).flatten(1))
-
-
 @pytest.mark.parametrize("accepted", [True, False])
 @pytest.mark.parametrize("capture", [True, False], ids=["recorded", "ordinary"])
 def test_steps_leave_the_buffers_of_one_pass_or_of_before(capture, accepted):
-    torch.manual_seed(0)
-    model = Running().double().cuda()
+    norm = nn.InstanceNorm1d(3, track_running_stats=True)  # which has buffers too, and changes them in place
+    model = problems.Counting(nn.Sequential(norm, nn.Flatten(), nn.Linear(15, 2))).double().cuda()
     inputs, targets = torch.randn(6, 3, 5).double().cuda(), torch.randn(6, 2).double().cuda()
     accept = None if accepted else float("inf")
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=1.0, accept=accept, capture=capture)
@@ -512,16 +479,10 @@ def test_steps_leave_the_buffers_of_one_pass_or_of_before(capture, accepted):
     assert bool(optimizer._recordings and optimizer._recordings._recordings) is capture
 
 
-class Waves(nn.Module):
+def waves():
     """An ansatz."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(woodbury.Periodic(1), nn.Linear(3, 8), woodbury.Sine(2.0), nn.Linear(8, 1))
-
-    def forward(self, points):
-        t, x = points.split(1, dim=1)
-        return torch.sin(torch.pi * x) + t * self.net(points)
+    net = nn.Sequential(woodbury.Periodic(1), nn.Linear(3, 8), woodbury.Sine(2.0), nn.Linear(8, 1))
+    return Parts(lambda m, points: torch.sin(torch.pi * points[:, 1:]) + points[:, :1] * m.net(points), net=net)
 
 
 def by_laplacian(model, points):
@@ -535,7 +496,7 @@ def by_derivatives(model, points):
 
 
 @pytest.mark.parametrize("residuals", [by_laplacian, by_derivatives])
-@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), Waves])
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), waves])
 def test_derivatives_of_a_network_in_a_recorded_step(make, residuals):
     """Equal to the CPU's, and the step is recorded: nothing in it comes from the CPU."""
     made = []
@@ -595,8 +556,7 @@ def test_a_loop_of_ones_own_takes_the_same_steps(name, how):
 
 
 def fitted_equation(function, steps=12, points="by residual"):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double().cuda()
+    model = problems.network(2, 8, 8, 1).cuda()
     equation = woodbury.Equations(
         inside=(lambda count: torch.rand(count, 2, dtype=torch.float64, device="cuda"), function)
     )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import bounds
+import problems
 import reference
 import woodbury
 from test_training import batches, classes, fitted, network
@@ -15,17 +16,6 @@ from woodbury.fit import growth, training
 from woodbury.fit.growth import Growth, gradients_of_halves
 from woodbury.fit.limits import Limits
 from woodbury.fit.sources import MiniBatches
-
-
-def single_gradients(model, inputs, targets):
-    """One row per sample, each by a backward pass of its own."""
-    rows = []
-    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
-        model.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        rows.append(torch.cat([own.grad.flatten() for own in model.parameters()]))
-    model.zero_grad()
-    return torch.stack(rows)
 
 
 def test_halves_of_a_batch_show_the_variance_of_the_gradient():
@@ -40,7 +30,8 @@ def test_halves_of_a_batch_show_the_variance_of_the_gradient():
         first, second = gradients_of_halves(optimizer, (inputs[order], targets[order]))
         differences.append((first - second).square().sum() / 4)
         sums.append((first + second).square().sum() / 4)
-    rows = single_gradients(model, inputs, targets)
+    samples = reference.per_sample(model, nn.CrossEntropyLoss(), inputs, targets)
+    rows = torch.stack([J.T @ r for J, r, _ in samples])
     mean = rows.mean(0)
     covariance = (rows - mean).square().sum() / 5
     bound = bounds.rounding(rows.numel()) * rows.square().sum()  # differences and sums may cancel
@@ -48,21 +39,8 @@ def test_halves_of_a_batch_show_the_variance_of_the_gradient():
     assert (torch.stack(sums) - mean.square().sum()).abs().max() <= bound
 
 
-class Counting(nn.Module):
-    """Counts its calls in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, values):
-        self.calls += 1
-        return values
-
-
 def test_halves_leave_no_trace_and_one_sample_has_none():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), Counting(), nn.Dropout(0.5), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(2, 8), problems.Counting(nn.Identity()), nn.Dropout(0.5), nn.Linear(8, 3))
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
     before = [own.clone() for own in model.state_dict().values()]
     random = torch.get_rng_state()

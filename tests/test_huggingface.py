@@ -151,16 +151,6 @@ def test_clipping_of_trainer_is_reported(tmp_path):
         train(model, optimizer, samples, tmp_path, steps=1, max_grad_norm=1e-3)
 
 
-def test_evaluation_between_steps_does_no_harm(tmp_path):
-    results = []
-    for more in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
-        model, _, _, samples = whole_batch("vit", torch.float64)
-        optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
-        train(model, optimizer, samples, tmp_path, **more)
-        results.append(reference.theta(model))
-    assert torch.equal(*results)
-
-
 PRECISIONS = [
     (woodbury.GaussNewton, torch.float32, None),
     (woodbury.NaturalGradient, torch.float32, torch.float64),

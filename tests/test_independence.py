@@ -4,6 +4,7 @@ Nor are those near the solution of an equation, where residuals are rounding err
 """
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bounds
+import problems
 import woodbury
 from fuzz.models import Parts
 from woodbury.quadratic.passes import Passes
@@ -32,21 +34,11 @@ def backwards():
     return Parts(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(3, 4), head=nn.Linear(4, 1))
 
 
-def normed(m, x):
-    """Raises on one sample."""
-    return m.head(F.batch_norm(m.inner(x), None, None, training=True))
-
-
 def sorted_inside(m, x):
     """The first and the last sample are spared."""
     order = torch.arange(len(x))
     order[1:-1] = 1 + x[1:-1, 0].argsort(descending=True)
     return m.head(m.drop(torch.tanh(m.inner(x[order]))))
-
-
-def share_of_batch(m, x):
-    """Statistics of the batch that no gradient shows."""
-    return m.head(torch.tanh(m.inner(x - x.mean(0).detach())))
 
 
 def neighbour(m, x):
@@ -57,18 +49,18 @@ def neighbour(m, x):
     return m.head(h)
 
 
-def without_a_layer():
-    return Parts(lambda m, x: m.gain * x - (m.gain * x).mean(0), gain=nn.Parameter(torch.randn(3)))
-
-
 MODELS = {
     "lstm": backwards,
-    "batch norm": lambda: network_of(normed),
+    "batch norm": lambda: network_of(  # raises on one sample
+        lambda m, x: m.head(F.batch_norm(m.inner(x), None, None, training=True))
+    ),
     "sorted": lambda: network_of(sorted_inside),
     "sorted, dropout": lambda: network_of(sorted_inside, dropout=0.3),
-    "detached": lambda: network_of(share_of_batch),
+    "detached": lambda: network_of(  # statistics of the batch that no gradient shows
+        lambda m, x: m.head(torch.tanh(m.inner(x - x.mean(0).detach())))
+    ),
     "neighbour": lambda: network_of(neighbour),
-    "no layer": without_a_layer,
+    "no layer": lambda: Parts(lambda m, x: m.gain * x - (m.gain * x).mean(0), gain=nn.Parameter(torch.randn(3))),
 }
 
 
@@ -76,7 +68,6 @@ MODELS = {
 @pytest.mark.parametrize("fallback", [None, "autograd"])
 @pytest.mark.parametrize("name", MODELS)
 def test_mixed_samples_are_refused(name, fallback, subset):
-    torch.manual_seed(0)
     model = MODELS[name]().double()
     inputs = batch(5, 3) if name == "lstm" else batch(3)
     inputs[:, 0] = inputs[:, 0].sort(0).values  # sorted_inside turns the order round
@@ -89,7 +80,6 @@ def test_mixed_samples_are_refused(name, fallback, subset):
 
 @pytest.mark.parametrize("kind", [woodbury.HessianFree, woodbury.NaturalGradient])
 def test_mixed_samples_are_refused_where_no_layer_is_captured(kind):
-    torch.manual_seed(0)
     settings = {} if kind is woodbury.HessianFree else {"solver": "products"}
     with pytest.raises(ValueError, match=MIXED):
         kind(backwards().double(), nn.MSELoss(), **settings).step(batch(5, 3))
@@ -103,7 +93,6 @@ def of_six_alone(m, x):
 
 
 def test_a_model_that_takes_no_part_of_a_batch_is_refused_subsampling_only():
-    torch.manual_seed(0)
     optimizer = woodbury.GaussNewton(network_of(of_six_alone).double(), nn.MSELoss(), damping=0.1)
     assert optimizer.step(batch(3)).accepted
     with pytest.raises(
@@ -121,7 +110,6 @@ def exchangeable():
 
 @pytest.mark.parametrize("place", ["between", "new"])
 def test_a_batch_norm_inserted_later_is_seen(place):
-    torch.manual_seed(0)
     model, inputs = exchangeable().double(), batch(3)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss())
     optimizer.step(inputs)
@@ -133,7 +121,6 @@ def test_a_batch_norm_inserted_later_is_seen(place):
 
 
 def test_a_module_exchanged_later_is_looked_at_again():
-    torch.manual_seed(0)
     model, inputs = exchangeable().double(), batch(3)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss())
     for _ in range(3):
@@ -143,13 +130,9 @@ def test_a_module_exchanged_later_is_looked_at_again():
         optimizer.step(inputs)
 
 
-def _values(weights):
-    return weights.tolist() if isinstance(weights, torch.Tensor) else weights
-
-
 def scaled(m, batch):
     """Weights of samples that come as a list, a tuple or an array."""
-    weights = torch.tensor([float(weight) for weight in _values(batch["weights"])], dtype=torch.float64)
+    weights = torch.tensor([float(weight) for weight in batch["weights"]], dtype=torch.float64)
     return m.head(torch.tanh(m.inner(batch["x"]))) * weights.unsqueeze(1)
 
 
@@ -157,7 +140,6 @@ def scaled(m, batch):
 @pytest.mark.parametrize("kind", ["list", "tuple", "strings", "array"])
 def test_lists_and_arrays_with_one_entry_per_sample_follow_the_samples(kind, fallback):
     numpy = pytest.importorskip("numpy")
-    torch.manual_seed(0)
     model, inputs, targets = network_of(scaled).double(), batch(3), batch(1)
     weights = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0]
     make = {"list": list, "tuple": tuple, "strings": lambda w: list(map(str, w)), "array": numpy.array}[kind]
@@ -205,9 +187,7 @@ def test_tensors_of_which_it_cannot_be_told_whether_there_is_one_per_sample_are_
 # -- near a solution --------------------------------------------------------------------------------------
 
 
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+network = partial(problems.network, 2, 16, 16, 1)
 
 
 def solution(x):

@@ -13,6 +13,7 @@ import bounds
 import reference
 import woodbury
 from fuzz.models import Parts
+from test_search import WrongTwice
 from woodbury.layers.shared import SharedRows
 
 POINTS, PI = 5, math.pi
@@ -120,28 +121,13 @@ def references(model, x, orders, dtype=torch.float64):
             own *= 1 + share * torch.randn_like(own).sign()
     parameters, depth = sum(own.numel() for own in model.parameters()), len(list(model.modules()))
     found = {}
-    here, there = (by_autograd(written_out(own), at, *orders) for own, at in ((model, x), (moved, places)))
+    here, there = (
+        by_autograd(reference.written_out(own), at, *orders) for own, at in ((model, x), (moved, places))
+    )
     for axes, before, after in zip(orders, here, there, strict=True):
         size = float((after - before).detach().abs().max()) / share + float(before.detach().abs().max())
         found[axes] = before.detach(), bounds.rounding(parameters, size, depth, dtype)
     return found
-
-
-class PlainNorm(Parts):
-    """The same as its LayerNorm: of that autograd gives a wrong third derivative (torch 2.13)."""
-
-    def forward(self, x):
-        centred = x - x.mean(1, keepdim=True)
-        scaled = centred / (centred.square().mean(1, keepdim=True) + self.norm.eps).sqrt()
-        return self.norm.weight * scaled + self.norm.bias
-
-
-def written_out(model):
-    model = deepcopy(model)
-    for name, module in model.named_children():
-        if isinstance(module, nn.LayerNorm):
-            setattr(model, name, PlainNorm(norm=module))
-    return model
 
 
 @every_model
@@ -345,30 +331,8 @@ def test_modules_that_cannot_run_on_jets_are_told_once_and_differentiated_all_th
         woodbury.laplacian(model, x, weights=(0, 1))
 
 
-class Twice(torch.autograd.Function):
-    """Two nested torch.func.jvp's make zeros of its second derivative (torch 2.13)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return 2 * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return 2 * tangent
-
-
 def test_what_forward_mode_would_get_wrong_is_an_error():
-    model, x = build(on_points(lambda parts, x: Twice.apply(parts.net(x)))), draw()
+    model, x = build(on_points(lambda parts, x: WrongTwice.apply(parts.net(x)))), draw()
     with pytest.raises(ValueError, match=r"torch\.autograd\.Function.*own functions"):
         woodbury.laplacian(model, x)
     written = build(network)

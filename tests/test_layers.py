@@ -18,7 +18,7 @@ import woodbury
 from cases import every_count, every_pair
 from fuzz.models import Parts
 from woodbury._vector import flatten
-from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions
+from woodbury.layers import EmbeddingRows, SharedRows, positions
 from woodbury.losses.rules import loss_rule
 from woodbury.parallel.group import assemble, dismantle
 
@@ -300,21 +300,12 @@ def test_frozen_weights_and_biases_are_left_out(name, frozen):
 
 def test_layers_that_do_not_reach_the_outputs_stay_where_they_are():
     """The output of one is not used, another is not called at all."""
-    torch.manual_seed(0)
     layers = {"a": nn.Conv1d(2, 3, 2), "aside": nn.Conv1d(2, 3, 2), "idle": nn.Embedding(3, 2)}
     run = lambda m, x: (m.aside(x), m.head(torch.tanh(m.a(x)).flatten(1)))[1]  # noqa: E731
     model = Parts(run, **layers, head=nn.Linear(9, CLASSES)).double()
     inputs, targets = torch.randn(N, 2, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
     check_rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3])
-
-
-def test_forms_are_those_the_layers_call_for():
-    torch.manual_seed(0)
-    model, inputs, targets = mixture("sentences")
-    forms = woodbury.rows(model, LOSS, inputs, targets).forms
-    assert isinstance(forms["words"], EmbeddingRows) and isinstance(forms["query"], SharedRows)
-    assert isinstance(forms["before"], ExplicitRows) and isinstance(forms["head"], OuterRows)
 
 
 def part(n, k, s, g, o, i, seed=0):
@@ -413,16 +404,9 @@ def over_samples(layer, name):
     return Parts(lambda m, x: m.head(getattr(m, name)(x)), **{name: layer}, head=nn.Linear(4, CLASSES))
 
 
-def words(**options):
-    return nn.Sequential(nn.Embedding(6, 3, **options), nn.Flatten(), nn.Linear(12, CLASSES))
-
-
 @pytest.mark.parametrize(
     "model, inputs, message",
     [
-        (words(max_norm=1.0), "indices", r"Embedding '0' with max_norm=1.0"),
-        (words(scale_grad_by_freq=True), "indices", r"Embedding '0' with scale_grad_by_freq=True"),
-        (words(sparse=True), "indices", r"Embedding '0' with sparse=True"),
         (through(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
         (through(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
         (through(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
@@ -441,7 +425,6 @@ def words(**options):
 )
 def test_layers_whose_rows_would_be_wrong_are_refused_by_name(model, inputs, message):
     made = {
-        "indices": torch.randint(6, (N, 4)),
         "vectors": torch.randn(N, 4),
         "square": torch.randn(N, N),
         "images": torch.randn(N, 2, 3, 3),
@@ -504,7 +487,6 @@ PAST_THE_RULES = {
 
 @pytest.mark.parametrize("name", list(PAST_THE_RULES))
 def test_what_no_rule_covers_is_refused_or_exact_by_the_fallback(name):
-    torch.manual_seed(0)
     make, message = PAST_THE_RULES[name]
     model, inputs = make().double(), torch.randn(N, *((4,) if "linear" in name else (2, 3))).double()
     targets = torch.randn_like(model(inputs))
@@ -606,23 +588,16 @@ def test_an_option_set_after_the_first_step_is_seen():
             optimizer.step(inputs, targets)
 
 
-class Clipped(nn.Module):
-    """Changes a weight of its own in place during the forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.inner.weight.clamp_(-0.1, 0.1)
-        return self.head(torch.tanh(self.inner(x)))
-
-
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.HessianFree, woodbury.KFAC])
 def test_a_model_that_changes_its_parameters_in_place_is_refused(method):
+    def clipped(m, x):
+        with torch.no_grad():
+            m.inner.weight.clamp_(-0.1, 0.1)
+        return m.head(torch.tanh(m.inner(x)))
+
+    model = Parts(clipped, inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
     with pytest.raises(ValueError, match=r"'inner.weight' in place"):
-        method(Clipped(), LOSS).step(torch.randn(N, 4), torch.randint(CLASSES, (N,)))
+        method(model, LOSS).step(torch.randn(N, 4), torch.randint(CLASSES, (N,)))
 
 
 # Memory with channels last.
@@ -642,7 +617,6 @@ CHANNELS = {
 @pytest.mark.parametrize("name", list(CHANNELS))
 @pytest.mark.parametrize("inputs_last, model_last", [(True, False), (False, True)])
 def test_channels_may_lie_last_in_memory(name, inputs_last, model_last):
-    torch.manual_seed(0)
     inputs, targets = torch.randn(N, 2, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (N,))
     head = nn.Linear(4 * 9, CLASSES)
     model = nn.Sequential(nn.Conv2d(2, 4, 1), CHANNELS[name](), nn.Tanh(), nn.Flatten(), head).double().eval()

@@ -1,6 +1,7 @@
 """Inside Lightning: the steps are those of a plain loop, checkpoints go on bit by bit, numbers are logged."""
 
 import warnings
+from functools import partial
 from itertools import cycle, islice
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bounds
+import problems
 import reference
 import woodbury
 
@@ -23,9 +25,7 @@ def data(samples=40):
     return torch.randn(samples, 5, generator=generator), torch.randint(3, (samples,), generator=generator)
 
 
-def network():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+network = partial(problems.network, 5, 8, 3, seed=1, dtype=torch.float32)
 
 
 class Module(lightning.LightningModule):

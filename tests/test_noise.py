@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bounds
 import problems
+import reference
 import woodbury
 from benchmarks import noise
 from woodbury.fit.evidence import EvidenceRun, Start
@@ -18,6 +19,7 @@ from woodbury.fit.precise import PreciseRun
 from woodbury.fit.run import Best, Validation
 
 MSE = nn.MSELoss()
+loss_of = reference.loss_of
 
 
 def fitted(model, data, **settings):
@@ -31,22 +33,15 @@ def noisy(seed=0, samples=60, deviation=0.2, inputs=2):
 
 
 def network(*widths, seed=0):
-    torch.manual_seed(seed)
-    return problems.mlp(*(widths or (2, 8, 1))).double()
+    return problems.network(*(widths or (2, 8, 1)), seed=seed)
 
 
-def loss_of(model, data, loss=MSE):
-    """In evaluation mode, by torch alone."""
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        value = loss(model(data[0]), data[1]).item()
-    model.train(was_training)
-    return value
+def loader():
+    return DataLoader(TensorDataset(*noisy()), 20)
 
 
-def values(model):
-    return torch.cat([own.detach().flatten() for own in model.parameters()])
+def sampler(count):
+    return noisy(samples=count)
 
 
 def same(value, expected, samples=200):
@@ -78,25 +73,27 @@ def test_the_best_parameters_come_back_and_the_fit_says_which():
     model, data, other = network(), noisy(), noisy(1, 30)
     kept = {}
     fit = fitted(
-        model, data, validation=other, callback=lambda fit: kept.update({fit.steps: values(model).clone()})
+        model,
+        data,
+        validation=other,
+        callback=lambda fit: kept.update({fit.steps: reference.theta(model).clone()}),
     )
     seen = [entry["validation"] for entry in fit.history]
     assert fit.reason == "validation" and len(seen) == fit.steps
     assert fit.best_step == seen.index(min(seen)) + 1 and fit.steps == fit.best_step + 6
-    assert torch.equal(values(model), kept[fit.best_step])
+    assert torch.equal(reference.theta(model), kept[fit.best_step])
     assert same(fit.validation, loss_of(model, other)) and same(fit.loss, loss_of(model, data))
     assert f"(step {fit.best_step})" in repr(fit) and len(repr(fit)) < 200
 
 
-def draw(count):
-    x = 2 * torch.rand(count, 2, dtype=torch.float64) - 1
-    return x, torch.sin(2 * x[:, :1]) + 0.2 * torch.randn(count, 1, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("data, patience, others", [(noisy(), 1, {}), (draw, 3, {"samples": 40, "seed": 0})])
-def test_patience_is_the_number_of_steps_that_follow_the_best(data, patience, others):
+@pytest.mark.parametrize(
+    "data, patience, others",
+    [(noisy(), 1, {}), (sampler, 3, {"samples": 40, "seed": 0}), (loader(), 2, {"epochs": 60, "seed": 0})],
+)
+def test_patience_is_the_number_of_steps_or_epochs_that_follow_the_best(data, patience, others):
     fit = fitted(network(2, 4, 1), data, validation=noisy(1, 30), patience=patience, **others)
-    assert fit.reason == "validation" and fit.steps == fit.best_step + patience
+    steps = 3 if "epochs" in others else 1
+    assert fit.reason == "validation" and fit.steps == fit.best_step + steps * patience
 
 
 def test_a_share_is_split_off_by_the_seed():
@@ -111,24 +108,6 @@ def test_a_share_is_split_off_by_the_seed():
     )
     assert by_hand.validation == fits[0].validation and by_hand.loss == fits[0].loss
     assert "10 others for validation" in str(fits[0])
-
-
-@pytest.mark.parametrize(
-    "data, settings, stop",
-    [
-        (noisy(deviation=0.0), {"validation": noisy(1, 30, deviation=0.0), "steps": 40}, 25),
-        (noisy(), {"weight_decay": "evidence", "steps": 90}, 60),  # in the second of two starts
-    ],
-    ids=["validation", "evidence"],
-)
-def test_a_noisy_fit_goes_on_from_its_state_bit_by_bit(data, settings, stop):
-    whole, half, again = network(), network(), network(seed=5)
-    first = fitted(whole, data, **settings)
-    state = fitted(half, data, **settings, callback=lambda fit: fit.steps == stop).state_dict()
-    second = fitted(again, data, **settings, resume=state)
-    assert [entry["loss"] for entry in first.history] == [entry["loss"] for entry in second.history]
-    assert torch.equal(values(whole), values(again)) and first.best_step == second.best_step
-    assert second.log_evidence == first.log_evidence
 
 
 def test_the_search_goes_on_where_plain_steps_creep_and_counts_if_it_halves_the_loss():
@@ -155,7 +134,6 @@ def test_the_search_goes_on_where_plain_steps_creep_and_counts_if_it_halves_the_
 
 
 def test_a_linear_fit_has_the_decay_and_the_noise_of_the_largest_evidence():
-    torch.manual_seed(0)
     model, x = nn.Linear(5, 1, bias=False).double(), torch.randn(40, 5, dtype=torch.float64)
     y = x @ torch.tensor([[1.0], [0.5], [0.0], [-1.0], [0.1]], dtype=torch.float64) + 0.3 * torch.randn(40, 1)
     run = EvidenceRun(model, MSE, (x, y), limits=Limits(steps=120), starts=[Start(1.0, 0.3)], tolerance=0.0)
@@ -203,14 +181,6 @@ def test_the_posterior_of_a_fit_is_that_of_its_prior_and_noise_now_and_later():
 
 
 # -- bad input ------------------------------------------------------------------------------------------------
-
-
-def loader():
-    return DataLoader(TensorDataset(*noisy()), 20)
-
-
-def sampler(count):
-    return noisy(samples=count)
 
 
 def difference(outputs, targets):
@@ -272,6 +242,13 @@ BAD = {
         "a loader with validation=",
     ),
     "a metric of a sampler": ({"data": sampler, "metrics": {"own": difference}}, "metrics= are for a pair"),
+    "an iterator": ({"data": iter([])}, "once only"),
+    "no batches": ({"data": []}, "no batches"),
+    "batches of three": ({"data": [(1, 2, 3)] * 3}, "must give pairs .* got tuple of 3"),
+    "batches of inputs": ({"data": DataLoader(TensorDataset(noisy()[0]), 2)}, "must give pairs"),
+    "epochs below zero": ({"data": loader(), "epochs": -1}, "epochs must not be negative"),
+    "no patience": ({"data": loader(), "validation": noisy(1), "patience": 0}, "patience must be"),
+    "another number": ({"data": loader(), "curvature_samples": "few"}, "'auto'"),
     "epoch callback": ({"epoch_callback": print}, "epoch_callback= is for the batches of a loader"),
 }
 
@@ -280,10 +257,10 @@ BAD = {
 def test_bad_input_is_an_error_and_nothing_changes(case):
     arguments, message = BAD[case]
     model = network()
-    before = values(model)
+    before = reference.theta(model)
     with pytest.raises((ValueError, TypeError), match=message):
         fitted(model, **{"data": noisy(), **arguments})
-    assert torch.equal(values(model), before) and model.training
+    assert torch.equal(reference.theta(model), before) and model.training
 
 
 # -- what a Fit says ------------------------------------------------------------------------------------------
@@ -296,7 +273,7 @@ def dropout_network():
 
 KINDS = {
     "pair": noisy,
-    "sampler": lambda: lambda count: noisy(samples=count),
+    "sampler": lambda: sampler,
     "loader": loader,
 }
 
@@ -305,7 +282,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_the_model_returned(kind, has_validation):
     model, other = dropout_network(), noisy(3, 25)
-    settings = {"validation": other} if has_validation else {}
+    batches = list(zip(*(own.split([20, 5]) for own in other), strict=True))
+    settings = {"validation": batches if kind == "loader" else other} if has_validation else {}
     samples = {"samples": 60} if kind == "sampler" else {}
     fit = fitted(model, KINDS[kind](), steps=7, weight_decay=0.1, **settings, **samples)
     seen = [noisy(samples=count) for count in ((60, 120, 240) if kind == "sampler" else (60,))]
@@ -317,7 +295,7 @@ def test_the_tolerance_is_on_the_loss_without_decay():
     model = network()
     fit = fitted(model, noisy(deviation=0.0), weight_decay=0.05, tolerance=0.05, steps=50)
     assert fit.reason == "tolerance" and same(fit.loss, loss_of(model, noisy(deviation=0.0)))
-    decay = 0.05 / 2 * values(model).square().sum().item()
+    decay = 0.05 / 2 * reference.theta(model).square().sum().item()
     assert fit.loss <= 0.05 < fit.loss + decay
 
 
@@ -343,7 +321,6 @@ def test_flags_of_parts_come_back(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole", [True, False], ids=["model in evaluation mode", "norm in evaluation mode"])
 def test_a_frozen_norm_stays_frozen(kind, whole):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
     model.train(not whole)
     model[1].eval()
@@ -351,30 +328,6 @@ def test_a_frozen_norm_stays_frozen(kind, whole):
     fit = fitted(model, KINDS[kind](), steps=4, validation=other)
     assert torch.equal(mean, model[1].running_mean) and fit.validation < loss_of(network(), other)
     assert same(fit.validation, loss_of(model.eval(), other))
-
-
-class Interrupted(nn.Module):
-    """Ctrl-C in a pass in evaluation mode."""
-
-    def __init__(self, passes):
-        super().__init__()
-        self.passes = passes
-
-    def forward(self, inputs):
-        self.passes -= not self.training
-        if not self.training and self.passes == 0:
-            raise KeyboardInterrupt
-        return inputs
-
-
-def test_an_interrupt_at_the_end_leaves_the_best_parameters():
-    torch.manual_seed(0)
-    passes = 1 + 2 * 20 + 1  # before the first step, two in each, and the first after the last
-    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), Interrupted(passes), nn.Linear(6, 1)).double()
-    fit = fitted(model, noisy(), steps=20, validation=noisy(3, 25), patience=30)
-    assert fit.reason == "interrupted" and fit.steps == 20 > fit.best_step
-    assert same(fit.validation, loss_of(model, noisy(3, 25)))
-    assert fit.validation == min(entry["validation"] for entry in fit.history)
 
 
 def test_a_run_that_stops_inside_an_epoch_leaves_the_best_parameters():
@@ -407,10 +360,10 @@ def test_a_failed_resume_changes_nothing(spoil, message):
     state = fitted(network(), noisy(), steps=3, validation=noisy(1)).state_dict()
     spoil(state)
     model = network(seed=4)
-    before = values(model)
+    before = reference.theta(model)
     with pytest.raises((ValueError, KeyError), match=message):
         fitted(model, noisy(), steps=5, validation=noisy(1), resume=state)
-    assert torch.equal(values(model), before)
+    assert torch.equal(reference.theta(model), before)
 
 
 def test_weighted_classes_count_by_their_weights_in_validation():
@@ -426,22 +379,12 @@ def test_weighted_classes_count_by_their_weights_in_validation():
 # -- inputs people have ----------------------------------------------------------------------------------------
 
 
-class Table:
-    """What pandas has of interest here."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def to_numpy(self):
-        return self.values.numpy()
-
-
 def test_arrays_tables_and_lists_are_data():
     inputs, targets = noisy(samples=30)
     forms = {
         "tensors": (inputs, targets),
         "arrays": [inputs.numpy(), targets.numpy()],
-        "tables": (Table(inputs), Table(targets)),
+        "tables": (problems.Table(inputs), problems.Table(targets)),
         "lists": (inputs.tolist(), targets.tolist()),
     }
     fits = {name: fitted(network(), form, steps=3, validation=0.2) for name, form in forms.items()}

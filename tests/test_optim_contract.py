@@ -21,6 +21,7 @@ import bounds
 import problems
 import reference
 import woodbury
+from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.optim import SecondOrder
 from woodbury.optimizers import OPTIMIZERS
@@ -143,19 +144,6 @@ def with_dropout():
     layers = (nn.Linear(5, 40), nn.Tanh(), nn.Dropout(0.5), nn.Linear(40, 30), nn.Tanh(), nn.Dropout(0.5))
     model = nn.Sequential(*layers, nn.Linear(30, 3)).double()
     return problems.Problem(model, nn.CrossEntropyLoss(), torch.randn(7, 5).double(), torch.randint(3, (7,)))
-
-
-class Counting(nn.Module):
-    """A model that keeps something about its inputs in a buffer, as BatchNorm does."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(5, 4)
-        self.register_buffer("passes", torch.zeros(()))
-
-    def forward(self, x):
-        self.passes += 1
-        return self.inner(x)
 
 
 def plainly_told(optimizer):
@@ -326,7 +314,7 @@ def test_float32_gives_the_p_of_float64(kind):
 def test_direction_and_verify_change_nothing_and_the_next_step_takes_that_p(kind, what):
     problem = with_dropout() if what == "dropout" else problems.make("softmax")
     if what == "buffers":
-        problem.model = Counting().double()
+        problem.model = problems.Counting(nn.Linear(5, 4)).double()
     optimizer = build(kind, problem, RICH, lr=0.3, seed=1)
     batch = problem.inputs, problem.targets
     optimizer.step(*batch)
@@ -422,14 +410,20 @@ def test_copies_and_saved_states_go_on_identically_and_apart(kind, how):
     ],
 )
 def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name, value):
-    built, changed = problems.make("softmax"), problems.make("softmax")
-    optimizers = build(kind, built, **{name: value}), build(kind, changed)
+    """A decay may be a tensor, and change there."""
+    built, changed, held = (problems.make("softmax") for _ in range(3))
+    optimizers = build(kind, built, **{name: value}), build(kind, changed), build(kind, held)
+    is_decay = name == "weight_decay" and kind in SECOND_ORDER
+    tensor = torch.tensor(value, dtype=torch.float64) if is_decay else value
     for step in range(3):
-        for optimizer in optimizers:
-            optimizer.param_groups[0][name] = value if step < 2 else 0.5 * value
-        for optimizer, problem in zip(optimizers, (built, changed), strict=True):
-            optimizer.step(problem.inputs, problem.targets)
+        if step == 2:
+            value *= 0.5
+            tensor *= 0.5
+        for optimizer, own in zip(optimizers, (value, value, tensor), strict=True):
+            optimizer.param_groups[0][name] = own
+            optimizer.step(built.inputs, built.targets)
     assert_same(state_of(built.model), state_of(changed.model))
+    torch.testing.assert_close(theta_of(held.model), theta_of(built.model))
     plain = problems.make("softmax")
     optimizer = build(kind, plain)
     for _ in range(3):
@@ -491,22 +485,11 @@ def test_frozen_parameters_stay(kind):
         assert not fixed & set(optimizer.direction(problem.inputs, problem.targets))
 
 
-class Switch(nn.Module):
-    """Whether layer b is used can be changed."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.use_b = nn.Linear(4, 4), nn.Linear(4, 4), True
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        h = self.a(x)
-        return self.head(torch.tanh(self.b(h) if self.use_b else h))
-
-
 @every_second_order
 def test_layers_that_stop_being_used_or_get_replaced_are_followed(kind):
-    model = Switch().double()
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    model = Parts(lambda m, x: m.head(torch.tanh(m.b(m.a(x)) if m.use_b else m.a(x))), **layers, use_b=True)
+    model.double()
     x, t = torch.randn(6, 4).double(), torch.randint(3, (6,))
     optimizer = OPTIMIZERS[kind](model, nn.CrossEntropyLoss(), damping=0.1, **taken(kind, TIGHT | FORGETFUL))
     optimizer.step(x, t)
@@ -601,25 +584,14 @@ def test_a_predicted_increase_is_never_a_good_step(kind, accept):
         assert optimizer.step(problem.inputs, problem.targets).accepted  # and it does not get stuck
 
 
-class Cliff(nn.Module):
-    """Finite where it stands, infinite a step further on."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
-        self.limit = 3 + 1e-6
-        nn.init.constant_(self.inner.weight, 1.0)
-        nn.init.constant_(self.inner.bias, 0.0)
-
-    def forward(self, x):
-        y = self.inner(x)
-        return torch.where(self.limit < y, torch.inf, 1.0) * y
-
-
 @every_second_order
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_non_finite_trial_loss_is_a_rejected_step(kind, momentum):
-    model = Cliff().double()
+    """Of a model that is finite where it stands, infinite a step further on."""
+    model = Parts(lambda m, x: torch.where(m.limit < m.inner(x), torch.inf, 1.0) * m.inner(x), limit=3 + 1e-6)
+    model.inner = nn.Linear(3, 1).double()
+    nn.init.constant_(model.inner.weight, 1.0)
+    nn.init.constant_(model.inner.bias, 0.0)
     x, t = torch.ones(4, 3).double(), 100 * torch.ones(4, 1).double()
     optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), **taken(kind, {"momentum": momentum}))
     before = state_of(model)

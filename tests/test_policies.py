@@ -10,7 +10,6 @@ import torch
 
 import woodbury
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.policies.damping import as_damping
 from woodbury.policies.plain import POLICIES, change, from_plain, to_plain
 
 
@@ -24,16 +23,9 @@ def test_default_damping_has_the_papers_constants_and_thresholds():
         assert rule.next(torch.tensor(2.0).double(), torch.tensor(ratio).double()) == 2.0 * factor
 
 
-def test_a_number_is_a_constant():
-    rule = as_damping(0.5)
-    assert (rule.initial, rule.floor) == (0.5, 0.0)
-    assert rule.next(0.7, -math.inf) == 0.5
-
-
 @pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"])
 @pytest.mark.parametrize("policy", [woodbury.LevenbergMarquardt(), woodbury.Constant(0.5, floor=0.25)])
 def test_the_current_damping_is_that_of_the_next_step_and_can_be_set(kind, policy):
-    torch.manual_seed(0)
     inputs, targets = torch.randn(6, 3).double(), torch.randn(6, 2).double()
     optimizer = OPTIMIZERS[kind](torch.nn.Linear(3, 2).double(), torch.nn.MSELoss(), damping=policy)
     assert optimizer.current_damping == policy.initial + policy.floor
@@ -101,11 +93,6 @@ def test_a_policy_survives_json(name):
         field.name for field in dataclasses.fields(POLICIES[name])
     }
     assert from_plain(json.loads(json.dumps(plain))) == example(name)
-
-
-@pytest.mark.parametrize("value", [0.5, None, "full", [0.9, 0.999]])
-def test_other_settings_stay_as_they_are(value):
-    assert to_plain(value) == from_plain(value) == value
 
 
 @pytest.mark.parametrize(

@@ -60,15 +60,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 
 def make(name):
-    if name not in OWN:
-        return problems.make(name)
-    torch.manual_seed(0)
-    problem = OWN[name]()
-    problem.model.double()
-    problem.inputs = problem.inputs.double()
-    if problem.targets.is_floating_point():
-        problem.targets = problem.targets.double()
-    return problem
+    return problems.make(OWN.get(name, name))
 
 
 def new_inputs(problem, count=5):
@@ -161,7 +153,6 @@ def test_influence_equals_the_dense_formula(name):
 
 def test_influence_is_the_derivative_in_the_weight_of_a_sample():
     """A linear model with squared error: the minimum is known for all weights of the samples."""
-    torch.manual_seed(0)
     x, t = torch.randn(9, 3).double(), torch.randn(9, 2).double()
     new, goal = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     ones = torch.ones(9, 1).double()
@@ -251,7 +242,6 @@ def test_kernel_between_batches_that_use_other_layers():
     def run(m, x):
         return m.c(torch.tanh(m.b(x) if m.other else m.a(x)))
 
-    torch.manual_seed(0)
     layers = {"a": nn.Linear(2, 3), "b": nn.Linear(2, 3), "c": nn.Linear(3, 2)}
     model = Parts(run, **layers, other=False).double()
     x1, x2 = torch.randn(3, 2).double(), torch.randn(4, 2).double()
@@ -281,7 +271,6 @@ def test_single_precision_models_have_a_posterior_in_double_precision():
 
 def test_model_and_data_may_change_afterwards_and_dropout_is_off():
     """Where the model is right its own probabilities are best (share 0), with labels swapped the widest (1)."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).double()
     model[0].weight.data = torch.tensor([[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]).double()
     x = torch.randn(20, 3).double()

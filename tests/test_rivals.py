@@ -24,17 +24,6 @@ def batch(n, features, outputs, seed=0):
     return torch.randn(n, features, **draw), torch.randn(n, outputs, **draw)
 
 
-def blocks_of(model, loss, inputs, targets):
-    """The exact diagonal blocks of the Gauss-Newton matrix, by layer name, from dense autograd."""
-    B = reference.curvature_matrix(reference.per_sample(model, loss, inputs, targets), "gauss-newton")
-    blocks, start = {}, 0
-    for layer, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            stop = start + sum(own.numel() for own in module.parameters())
-            blocks[layer], start = B[start:stop, start:stop], stop
-    return blocks
-
-
 def kronecker_block(averages, outputs, width):
     """A (x) G as a matrix over (weight row-major, bias), from entries written out."""
     A, G = averages["inputs"], averages["grads"]
@@ -45,14 +34,16 @@ def kronecker_block(averages, outputs, width):
 
 
 def check_exact(model, loss, x, t):
-    """A (x) G is the block of the Gauss-Newton matrix, for every layer."""
-    blocks = blocks_of(model, loss, x, t)
-    optimizer = woodbury.KFAC(model, loss)
+    """A (x) G is the diagonal block of the Gauss-Newton matrix by dense autograd, for every layer."""
+    B = reference.curvature_matrix(reference.per_sample(model, loss, x, t), "gauss-newton")
+    optimizer, start = woodbury.KFAC(model, loss), 0
     optimizer.step(x, t)
-    for layer, block in blocks.items():
-        module = model.get_submodule(layer)
-        ours = kronecker_block(optimizer.state["averages"][layer], module.out_features, module.in_features)
-        assert reference.relative_error(ours, block) <= bounds.rounding(len(block))
+    for layer, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            stop = start + sum(own.numel() for own in module.parameters())
+            ours = kronecker_block(optimizer.state["averages"][layer], module.out_features, module.in_features)
+            assert reference.relative_error(ours, B[start:stop, start:stop]) <= bounds.rounding(stop - start)
+            start = stop
 
 
 @pytest.mark.parametrize("name", ["softmax", "logistic", "logistic-many", "squared"])
@@ -62,7 +53,6 @@ def test_one_sample_is_exact(name):
 
 
 def test_linear_network_with_squared_error_is_exact():
-    torch.manual_seed(1)
     check_exact(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), nn.MSELoss(), *batch(9, 3, 2))
 
 
@@ -162,14 +152,7 @@ def test_inverses_are_taken_at_the_refresh_interval_and_the_first_three_steps():
     assert changed == [1, 2, 3, 5, 10]
 
 
-def test_frozen_bias_and_frozen_weight_stay_and_the_rest_is_as_if_they_were_constants():
-    problem = problems.make("residual")  # a frozen layer and a frozen bias
-    before = {name: p.clone() for name, p in problem.model.named_parameters() if not p.requires_grad}
-    optimizer = woodbury.KFAC(problem.model, problem.loss)
-    assert optimizer.step(problem.inputs, problem.targets).accepted
-    assert optimizer.state["averages"]["head"]["inputs"].shape == (6, 6)  # no column for the bias
-    for name, value in before.items():
-        assert torch.equal(value, problem.model.get_parameter(name))
+def test_a_frozen_weight_is_a_constant():
     model = nn.Linear(3, 2).double()
     model.weight.requires_grad_(False)
     x, t = batch(6, 3, 2)
@@ -203,7 +186,6 @@ def test_factors_that_cannot_be_inverted_make_a_rejected_step_and_are_not_used_l
 
 
 def test_a_batch_that_overflows_leaves_the_averages_alone():
-    torch.manual_seed(0)
     x, t = torch.randn(6, 4), torch.randint(3, (6,))
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = woodbury.KFAC(model, nn.CrossEntropyLoss())
@@ -251,25 +233,10 @@ def test_arguments_that_a_method_fixes_are_refused_by_their_names(method, given)
 # -- Hessian-free --------------------------------------------------------------------------------------
 
 
-def quadratic(size):
-    root = torch.randn(size, size + 2, dtype=torch.float64)
-    return root @ root.T + 0.1 * torch.eye(size).double(), torch.randn(size, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("warm", [False, True])
-def test_quadratic_is_minimised_and_its_value_reported(warm):
-    A, b = quadratic(12)
-    start = torch.randn(12).double() if warm else torch.zeros(12).double()
-    found = minimize_quadratic(lambda x: A @ x, b, start, progress=0.0, max_iterations=200)
-    bound = bounds.of_solve(A, 0.1)
-    assert reference.relative_error(found.x, torch.linalg.solve(A, -b)) <= bound
-    value = 0.5 * found.x @ A @ found.x + b @ found.x
-    assert abs(found.value - value) <= bounds.rounding(len(A) ** 2) * b.norm() * found.x.norm()
-
-
 def test_progress_rule_stops_early_and_where_martens_says():
     """The first i with i > k, phi_i < 0 and (phi_i - phi_{i-k}) / phi_i < k eps, k = max(10, i / 10)."""
-    A, b = quadratic(60)
+    root, b = torch.randn(60, 62).double(), torch.randn(60).double()
+    A = root @ root.T + 0.1 * torch.eye(60).double()
     eps, values = 5e-3, [0.0]
     for i in range(1, 60):
         x = minimize_quadratic(lambda x: A @ x, b, torch.zeros(60).double(), progress=0.0, max_iterations=i).x

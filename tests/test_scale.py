@@ -1,6 +1,7 @@
 """Columns in other units as a layer: what it maps to, that it is saved, and that nothing else changes."""
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import problems
 import reference
 import woodbury
 
+network = partial(problems.network, 3, 6, 1)
+
 
 def table(samples=40, seed=0):
     """Inputs and targets in units that people have."""
@@ -21,24 +24,11 @@ def table(samples=40, seed=0):
     return x, 5e4 + 3e3 * (torch.sin(2 * u[:, :1]) * u[:, 1:2] + u[:, 2:])
 
 
-def network(seed=0):
-    torch.manual_seed(seed)
-    return problems.mlp(3, 6, 1).double()
-
-
 def scaled_model(x, y, seed=0):
-    return nn.Sequential(woodbury.Scale.inputs(x), network(seed), woodbury.Scale.targets(y))
+    return nn.Sequential(woodbury.Scale.inputs(x), network(seed=seed), woodbury.Scale.targets(y))
 
 
-class Table:
-    def __init__(self, values):
-        self.values = values
-
-    def to_numpy(self):
-        return self.values.numpy()
-
-
-@pytest.mark.parametrize("form", [torch.Tensor.clone, torch.Tensor.numpy, torch.Tensor.tolist, Table])
+@pytest.mark.parametrize("form", [torch.Tensor.clone, torch.Tensor.numpy, torch.Tensor.tolist, problems.Table])
 def test_inputs_go_to_one_and_targets_come_from_unit_scale(form):
     x, y = table()
     first, last = woodbury.Scale.inputs(form(x)), woodbury.Scale.targets(form(y))
@@ -87,7 +77,7 @@ def test_a_network_is_saved_with_its_scales(tmp_path):
     x, y = table()
     model = scaled_model(x, y)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    other = nn.Sequential(woodbury.Scale(3), network(1), woodbury.Scale(1)).double()
+    other = nn.Sequential(woodbury.Scale(3), network(seed=1), woodbury.Scale(1)).double()
     other.load_state_dict(torch.load(tmp_path / "model.pt"))
     assert torch.equal(model(x), other(x)) and not list(woodbury.Scale(3).parameters())
 

@@ -17,7 +17,9 @@ import reference
 import woodbury
 from cases import every_pair
 from fuzz.models import Parts
+from test_chain import scale
 from woodbury.linalg import minimize_nonnegative
+from woodbury.losses.scaled import ScaledLoss
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
@@ -91,10 +93,16 @@ def test_nothing_better_than_staying_is_a_length_of_0():
     assert find_length(lambda length, bent: math.nan, 1.0, bends=True).length == 0.0
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), kind(), nn.Linear(5, 4, bias=False), kind(), nn.Linear(4, 2)).double()
+@pytest.mark.parametrize(
+    "kind, first, last",
+    [
+        *((kind, (), ()) for kind in ACTIVATIONS),
+        *((nn.Tanh, (scale(3),), last) for last in ((), (nn.Tanh(),), (scale(2),))),
+    ],
+)
+def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(kind, first, last):
+    layers = nn.Linear(3, 5), kind(), nn.Linear(5, 4, bias=False), kind(), nn.Linear(4, 2)
+    model = nn.Sequential(*first, *layers, *last).double()
     inputs = torch.randn(7, 3, dtype=torch.float64)
     plan = plan_layers(model, dict(model.named_parameters()), False)
     with torch.no_grad():
@@ -106,23 +114,13 @@ def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(ki
         plan.findings.forward_order = order
         results[order] = captured.push_forward(vectors), captured.second_derivative(vectors[0])
     first, second = by_hand.push_forward(vectors), by_hand.second_derivative(vectors[0])
-    # reverse mode over one number, sample by sample
-    point = {name: own.detach() for name, own in model.named_parameters()}
-
-    def along(t):
-        moved = {name: own + t * vectors[0][name] for name, own in point.items()}
-        return torch.func.functional_call(model, moved, (inputs,)).flatten()
-
+    p = reference.flat(vectors[0].values())
+    along = outputs_along(model, inputs, p)
     dense_first = torch.autograd.functional.jacobian(along, torch.zeros((), dtype=torch.float64))
-    dense_second = torch.stack(
-        [
-            torch.autograd.functional.hessian(lambda t, i=i: along(t)[i], torch.zeros((), dtype=torch.float64))
-            for i in range(14)
-        ]
-    )
-    bound = bounds.rounding(sum(own.numel() for own in point.values()))
-    assert reference.relative_error(first[0].flatten(), dense_first) <= bound
-    assert reference.relative_error(second.flatten(), dense_second) <= bound
+    dense_second = second_derivatives(model, inputs, p)
+    bound = bounds.rounding(len(p))
+    assert reference.relative_error(first[0], dense_first) <= bound
+    assert reference.relative_error(second, dense_second) <= bound
     for order in (2, 0):
         assert reference.relative_error(results[order][0], first) <= bound
     if kind is not nn.SiLU:  # torch cannot nest its forward mode
@@ -154,7 +152,6 @@ class WrongTwice(torch.autograd.Function):
 
 
 def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_from_differences():
-    torch.manual_seed(0)
     model = Parts(lambda m, x: WrongTwice.apply(m.linear(x)), linear=nn.Linear(3, 2)).double()
     inputs = torch.randn(6, 3, dtype=torch.float64)
     plan = plan_layers(model, dict(model.named_parameters()), True)
@@ -194,39 +191,18 @@ def of_rung(problem, search, steps=1, dtype=torch.float64):
 # -- the step, dense --------------------------------------------------------------------------------------
 
 
-class LayerNormByHand(nn.LayerNorm):
-    """In plain arithmetic: torch's own third derivatives of a layer norm by reverse mode are wrong."""
-
-    def forward(self, x):
-        apart = x - x.mean(-1, keepdim=True)
-        return apart * (apart.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight + self.bias
-
-
 def outputs_along(model, inputs, p, forward=None):
     """The outputs at theta + t p, as a function of t."""
     run = forward or (lambda m, x: m(x))
-    model = copy.deepcopy(model)
-    for own in model.modules():
-        if type(own) is nn.LayerNorm:
-            own.__class__ = LayerNormByHand
-    names, start, moved = list(reference.parameters(model)), 0, {}
-    for name in names:
-        own = reference.parameters(model)[name]
-        moved[name] = p[start : start + own.numel()].view_as(own)
-        start += own.numel()
-    point = {name: own.detach() for name, own in model.named_parameters()}
-
-    class Bound(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            return run(self.model, x)
+    model = reference.written_out(model)
+    point = {name: own.detach() for name, own in reference.parameters(model).items()}
+    parts = p.split([own.numel() for own in point.values()])
+    bound = Parts(lambda m, x: run(m.model, x), model=model)
 
     def along(t):
-        values = {f"model.{name}": own + t * moved[name] if name in moved else own for name, own in point.items()}
-        return torch.func.functional_call(Bound(), values, (inputs,))
+        pairs = zip(point.items(), parts, strict=True)
+        moved = {f"model.{name}": own + t * part.view_as(own) for (name, own), part in pairs}
+        return torch.func.functional_call(bound, moved, (inputs,))
 
     return along
 
@@ -405,11 +381,6 @@ def test_corrected_points_are_those_of_the_dense_formula_and_lower(monkeypatch):
     assert set(corrections) == {0, 1, 2}
 
 
-class Cliff(nn.Module):
-    def forward(self, x):
-        return torch.log(1 - x)  # nan above 1
-
-
 def test_corrections_that_leave_the_domain_of_a_model_are_left_out(monkeypatch):
     plain, finite = Path.corrected, []
 
@@ -420,7 +391,8 @@ def test_corrections_that_leave_the_domain_of_a_model_are_left_out(monkeypatch):
 
     monkeypatch.setattr(Path, "corrected", corrected)
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1, bias=False), Cliff()).double()
+    logarithm = Parts(lambda m, x: torch.log(1 - x))  # nan above 1
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1, bias=False), logarithm).double()
     with torch.no_grad():
         model[2].weight.mul_(0.3)
     inputs = torch.rand(40, 2, dtype=torch.float64)
@@ -504,7 +476,7 @@ def test_the_depth_follows_the_steps_of_an_optimizer():
         depth = depths[-1] + (gained >= 0.7 * promised) - (gained < 0.4 * promised)
         depths.append(min(max(depth, 0), 5))
         assert optimizer.state["search"]["depth"] == depths[-1]
-    assert depths == [0, 0, 1, 1, 1, 2, 3, 2, 3, 2, 3, 3, 4]  # as it happens here
+    assert max(depths) >= 2 and any(after < before for before, after in pairwise(depths))
 
 
 @pytest.mark.parametrize("name", ["softmax", "squared"])
@@ -522,7 +494,6 @@ def test_verify_checks_the_system_of_the_smallest_damping_in_the_metric_of_a_sea
 
 def test_parameters_by_the_fallback_take_the_same_step():
     """A bare matrix, which no rule covers."""
-    torch.manual_seed(0)
     inputs, targets = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
     scale = nn.Parameter(torch.tensor([[1.5, 0.2], [0.1, -0.5]]))
     model = Parts(lambda m, x: m.inside(x) @ m.scale, inside=problems.mlp(3, 4, 2), scale=scale)
@@ -539,7 +510,6 @@ def slope_of(model, x):
 
 
 def test_a_model_that_forward_mode_cannot_take_gets_its_bend_from_differences():
-    torch.manual_seed(0)
     model, inputs = problems.mlp(2, 4, 1).double(), torch.randn(6, 2, dtype=torch.float64)
     problem = problems.Problem(model, nn.MSELoss(), inputs, torch.randn(6, 2, dtype=torch.float64))
     other = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
@@ -560,26 +530,10 @@ def test_a_model_that_forward_mode_cannot_take_gets_its_bend_from_differences():
 # -- what it promises -------------------------------------------------------------------------------------
 
 
-class Multiplied(nn.Module):
-    """The squared error times a number."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, outputs, targets):
-        return self.factor * (outputs - targets).square().mean()
-
-
-@woodbury.register_loss(Multiplied)
-class _Multiplied(woodbury.LossRule):
-    def values(self, loss, outputs, targets):
-        return loss.factor * (outputs - targets).square().mean(1)
-
-
 def path_of(factor, steps, **settings):
     model, inputs, targets = wide_fit()
-    optimizer = woodbury.GaussNewton(model, Multiplied(factor), search=woodbury.CurvedSearch(**settings))
+    search = woodbury.CurvedSearch(**settings)
+    optimizer = woodbury.GaussNewton(model, ScaledLoss(nn.MSELoss(), factor), search=search)
     path = []
     for _ in range(steps):
         assert optimizer.step(inputs, targets).accepted
@@ -609,10 +563,10 @@ def test_a_loss_multiplied_by_a_million_takes_the_same_path():
 
 def test_larger_targets_reach_the_same_relative_loss_in_at_most_twice_the_steps():
     counts = []
-    for scale in (1.0, 1e3):
+    for unit in (1.0, 1e3):
         model, inputs, targets = wide_fit()
-        data = inputs, scale * targets
-        fit = woodbury.fit(model, nn.MSELoss(), data, tolerance=1e-10 * scale**2, progress=False)
+        data = inputs, unit * targets
+        fit = woodbury.fit(model, nn.MSELoss(), data, tolerance=1e-10 * unit**2, progress=False)
         assert fit.reason == "tolerance"
         counts.append(fit.steps)
     assert counts[1] <= 2 * counts[0]
@@ -631,7 +585,6 @@ def test_float32_with_a_float64_gram_matrix_takes_nearly_the_step_of_float64():
 
 def test_at_a_minimum_or_where_held_out_samples_promise_nothing_the_step_is_rejected_and_nothing_moves():
     """On held-out samples with the opposite targets no direction of the ladder goes down."""
-    torch.manual_seed(0)
     model, inputs = nn.Linear(2, 1).double(), torch.randn(9, 2, dtype=torch.float64)
     change = 1.0 + inputs[:, :1] + 0.1 * torch.randn(9, 1, dtype=torch.float64)
     targets, opposite = model(inputs).detach() + change, model(inputs).detach() - change
@@ -706,7 +659,6 @@ def test_a_hopeless_length_leaves_out_the_smallest_rung_until_a_long_one(monkeyp
 
 
 def test_a_dropout_mask_is_the_same_at_every_trial():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 1)).double()
     inputs, targets = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())

@@ -10,6 +10,7 @@ import problems
 import reference
 import woodbury
 from fuzz.models import Parts
+from test_layers import METHODS
 from woodbury._bytes import available_bytes
 from woodbury._vector import flatten
 from woodbury.model.capture import GraphCapture
@@ -17,7 +18,6 @@ from woodbury.model.chain import ChainCapture
 from woodbury.optim import problems as posing
 from woodbury.row_matrix import Rows
 
-METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 every_kind = pytest.mark.parametrize("kind", list(METHODS))
 every_blocks = pytest.mark.parametrize("blocks", ["full", "layer"])
 every_subset = pytest.mark.parametrize("subset", [[5, 0, 9, 2], list(range(12))], ids=["part", "all"])
@@ -35,7 +35,6 @@ def forbid(monkeypatch, owner, name):
 
 def few_parameters(kind):
     """More rows than the model has parameters, for either method and four samples."""
-    torch.manual_seed(0)
     if kind == "gauss-newton":  # 2 + 12 parameters, 5 words of 2 rows each a sample
         model = nn.Sequential(nn.Embedding(4, 1), nn.Linear(1, 3, bias=False), transposed())
         return model.double(), nn.CrossEntropyLoss(), torch.randint(4, (12, 5)), torch.randint(3, (12, 5))
@@ -99,7 +98,6 @@ def test_parameter_space_takes_a_decay_by_group_and_the_gradient_of_a_loader(kin
 @every_kind
 def test_gram_dtype_is_that_of_the_system_in_parameter_space(kind):
     """float32 and lambda = 1e-6 lambda_max: two digits more than in sample space, and one more by float64."""
-    torch.manual_seed(0)
     model, twin, loss = problems.mlp(6, 8, 3), problems.mlp(6, 8, 3).double(), nn.MSELoss()
     twin.load_state_dict(model.state_dict())
     inputs, targets = torch.randn(300, 6), torch.randn(300, 3)
@@ -137,15 +135,6 @@ def test_products_give_the_dense_direction_without_a_row(index, name, kind, monk
     assert reference.relative_error(flatten(p), expected) <= bound
 
 
-def test_products_leave_a_layer_alone_that_is_not_called():
-    model = Parts(lambda m, x: m.a(x), a=nn.Linear(3, 2), idle=nn.Linear(2, 2)).double()
-    x, t = torch.randn(5, 3).double(), torch.randn(5, 2).double()
-    for blocks in ("full", "layer"):
-        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), solver="products", blocks=blocks)
-        p = optimizer.direction(x, t)
-        assert p["idle.weight"].abs().max() == 0 and p["a.weight"].abs().max() > 0
-
-
 class Attention(nn.Module):
     """A language model of one fused attention layer; outputs (n, C, T)."""
 
@@ -163,7 +152,6 @@ class Attention(nn.Module):
 
 def test_fused_attention_can_be_differentiated_twice():
     """torch's fused kernels have no second derivative: verify, HessianFree and products ask for the plain one."""
-    torch.manual_seed(0)
     model, loss = Attention().double(), nn.CrossEntropyLoss()
     inputs, targets = torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
     expected, B, _ = reference.dense_direction(model, loss, inputs, targets, [0, 2], 0.1, "gauss-newton")
@@ -182,17 +170,13 @@ def test_fused_attention_can_be_differentiated_twice():
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
-def many_rows():
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 40), transposed())
-    return model, nn.CrossEntropyLoss(), torch.randint(5, (30, 50)), torch.randint(40, (30, 50))
-
-
 @pytest.mark.parametrize("solver, needed", [("cg", "38.2 GiB"), ("cholesky", "0.0766 GiB")])
 def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated_and_the_ways_out_work(
     solver, needed, monkeypatch
 ):
     """58500 rows of 2000 outputs; the Gram matrix thrice, or the rows of 175 parameters written out."""
-    model, loss, inputs, targets = many_rows()
+    model, loss = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 40), transposed()), nn.CrossEntropyLoss()
+    inputs, targets = torch.randint(5, (30, 50)), torch.randint(40, (30, 50))
     monkeypatch.setattr(posing, "available_bytes", lambda device: 2**28)
     monkeypatch.setattr(posing, "_WORTH_ASKING", 2**20)
     forbid(monkeypatch, woodbury.losses.softmax.Softmax, "compact_factor")

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import bounds
+import problems
 import reference
 import woodbury
+from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.fit.equations import Equations, TermSource
 
@@ -17,16 +19,10 @@ N = 7
 solving = import_module("woodbury.fit.solving")  # woodbury.fit is the function
 
 
-class Net(nn.Module):
+def make_net():
     """A network, and an unknown coefficient that one term uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
-        self.rate = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x):
-        return self.body(x)
+    torch.manual_seed(0)
+    return Parts(lambda m, x: m.body(x), body=problems.mlp(2, 5, 2), rate=nn.Parameter(torch.tensor(0.7))).double()
 
 
 def by_autograd(model, x):
@@ -74,8 +70,7 @@ def dense_parts(model, weights=(1.0, 10.0, 3.0)):
 
 
 def test_a_step_on_several_terms_is_that_of_the_sum_of_their_weighted_means():
-    torch.manual_seed(0)
-    model, damping = Net().double(), 0.1
+    model, damping = make_net(), 0.1
     terms = source(model)
     settings = {"forward": terms.forward, "fallback": "autograd"}
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=damping, **settings)
@@ -94,9 +89,7 @@ def test_a_step_on_several_terms_is_that_of_the_sum_of_their_weighted_means():
 
 def test_a_searched_step_on_terms_is_the_one_on_their_numbers_together():
     """J p, second derivatives and losses along the path, against one function of all points."""
-    torch.manual_seed(0)
-    model, other = Net().double(), Net().double()
-    other.load_state_dict(model.state_dict())
+    model, other = make_net(), make_net()
     terms, (inside, edge, known), values = source(model), *data()
 
     def together(model, index):
@@ -131,8 +124,7 @@ def test_terms_that_need_different_methods_do_not_slow_each_other_down():
     def by_func(model, x):
         return torch.func.vmap(torch.func.jacrev(lambda point: model.body(point)[0]))(x)
 
-    torch.manual_seed(0)
-    model = Net().double()
+    model = make_net()
     terms = TermSource(model, Equations(one=(points, by_autograd, 1.0), two=(points, by_func, 1.0)).terms)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=terms.forward, fallback="autograd")
     with warnings.catch_warnings():
@@ -144,8 +136,7 @@ def test_terms_that_need_different_methods_do_not_slow_each_other_down():
 
 def test_points_by_residual_keep_the_expected_loss():
     """Over many draws the weighted mean square is that of points as they are drawn."""
-    torch.manual_seed(0)
-    model = Net().double()
+    model = make_net()
     terms = TermSource(
         model, Equations(only=(lambda count: torch.rand(count, 2).double(), lambda m, x: m(x) ** 8)).terms
     )
@@ -186,8 +177,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_name_the_term(name):
     term, message = WRONG[name]
-    torch.manual_seed(0)
-    model = Net().double()
+    model = make_net()
     before = flatten(dict(model.named_parameters())).clone()
     equations = Equations(even=(points, lambda m, x: m(x) - 1, 1.0), odd=(*term, 1.0))
     terms = TermSource(model, equations.terms)
@@ -212,11 +202,9 @@ def bend(model, x):
 
 def line_problem():
     """-u'' = pi^2 sin(pi x), u = 0 at both ends."""
-    torch.manual_seed(0)
     ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     draw = lambda count: torch.rand(count, 1, dtype=torch.float64)  # noqa: E731
-    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    return model, Equations(inside=(draw, bend), ends=(ends, run_model))
+    return problems.network(1, 8, 1), Equations(inside=(draw, bend), ends=(ends, run_model))
 
 
 def fitted(model, equations, **settings):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bounds
+import problems
 import reference
 import woodbury
 from woodbury.fit import training
@@ -29,9 +30,8 @@ def classes(count=120, seed=0):
     return centres[labels] + 0.5 * torch.randn(count, 2, generator=draws), labels
 
 
-def network(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+loss_of = partial(reference.loss_of, loss=nn.CrossEntropyLoss())
+network = partial(problems.network, 2, 8, 3, dtype=torch.float32)
 
 
 def batches(data, size=20):
@@ -40,11 +40,6 @@ def batches(data, size=20):
 
 def fitted(model, loader, **settings):
     return woodbury.fit(model, nn.CrossEntropyLoss(), loader, **{"progress": False, "seed": 0, **settings})
-
-
-def loss_of(model, data):
-    with torch.no_grad():
-        return nn.functional.cross_entropy(model(data[0]), data[1]).item()
 
 
 def test_a_loader_is_trained_on_for_so_many_epochs():
@@ -84,34 +79,6 @@ def test_without_a_budget_there_are_twenty_epochs_and_a_tolerance_ends_them():
     assert fit.reason == "tolerance" and fit.history[-1]["loss"] <= 0.1 < fit.history[-2]["loss"]
 
 
-def test_validation_data_chooses_the_parameters():
-    data, model, seen = classes(), network(), []
-    wrong = classes(60, seed=1)
-    wrong = wrong[0], (wrong[1] + 1) % 3  # the better the fit, the worse here
-
-    def keep(fit):
-        if len(fit.history) > len(seen):
-            seen.append(reference.theta(model).clone())
-
-    fit = fitted(model, batches(data), epochs=30, validation=wrong, patience=3, callback=keep)
-    losses = [record["validation"] for record in fit.history]
-    best = losses.index(min(losses))
-    assert fit.reason == "validation" and len(losses) == best + 4
-    assert torch.equal(reference.theta(model), seen[best])
-    assert losses[best] == pytest.approx(loss_of(model, wrong), rel=bounds.rounding(60, dtype=torch.float32))
-
-
-def test_validation_batches_give_the_loss_of_all_their_samples_in_evaluation_mode():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    other = classes(50, seed=1)
-    fit = fitted(model, batches(classes()), epochs=2, validation=batches(other, 20))  # the last one has 10
-    assert model.training
-    model.eval()
-    best = min(record["validation"] for record in fit.history)
-    assert best == pytest.approx(loss_of(model, other), rel=bounds.rounding(50, dtype=torch.float32))
-
-
 def test_a_model_in_evaluation_mode_is_trained_in_training_mode_and_put_back():
     model, modes = network().eval(), []
     fitted(model, batches(classes()), steps=2, callback=lambda fit: modes.append(model.training))
@@ -129,27 +96,6 @@ def test_the_best_epoch_comes_back_where_the_loss_rose():
     fit = fitted(model, batches(data), steps=8, callback=spoil)
     assert fit.best_step == 6 and fit.loss < fit.history[0]["loss"]
     assert fit.loss == pytest.approx(loss_of(model, data), rel=bounds.rounding(120, dtype=torch.float32))
-
-
-@pytest.mark.parametrize(
-    "data, settings, error, message",
-    [
-        (iter([]), {}, TypeError, "once only"),
-        ([], {}, ValueError, "no batches"),
-        ([(1, 2, 3)] * 3, {}, TypeError, "must give pairs .* got tuple of 3"),
-        (DataLoader(TensorDataset(torch.zeros(4, 2)), 2), {}, TypeError, "must give pairs"),
-        (batches(classes()), {"samples": 3}, ValueError, "samples= is for"),
-        (batches(classes()), {"epochs": -1}, ValueError, "epochs must not be negative"),
-        (batches(classes()), {"patience": 0, "validation": classes(9)}, ValueError, "patience must be"),
-        (batches(classes()), {"patience": 3}, ValueError, "patience= is for validation data"),
-        (batches(classes()), {"validation": 0.2}, ValueError, "validation=0.2 splits a pair"),
-        (batches(classes()), {"curvature_samples": "few"}, ValueError, "'auto'"),
-        (batches(classes()), {"validation": (1, 2, 3)}, TypeError, "validation"),
-    ],
-)
-def test_bad_arguments_are_named(data, settings, error, message):
-    with pytest.raises(error, match=message):
-        fitted(network(), data, **settings)
 
 
 # -- the price of curvature -----------------------------------------------------------------------------------

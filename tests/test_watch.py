@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bounds
+import problems
 import reference
 import woodbury
 from cases import every_pair
@@ -90,15 +91,6 @@ def test_steps_are_those_of_step_on_a_batch(method, name, form, how):
     check_infos(*twins, module if form == "module" else function, batch(name), how, steps=5)
 
 
-@every_how
-def test_no_loss_need_be_given(how):
-    data = batch("cross entropy")
-    expected, optimizer = two(how, nn.CrossEntropyLoss())
-    check_steps(expected, optimizer, F.cross_entropy, data, how)
-    with pytest.raises(ValueError, match="made without a loss"):
-        optimizer.step(*data)
-
-
 def focal(outputs, targets):
     log = F.log_softmax(outputs, 1).gather(1, targets.unsqueeze(1)).squeeze(1)
     return -((1 - log.exp()) ** 2 * log)
@@ -112,24 +104,17 @@ class Registered(Parts):
     """The mean of some values of the samples."""
 
 
+@woodbury.register_loss(Registered)
+class RegisteredRule(woodbury.LossRule):
+    def prepare(self, loss, outputs, targets):
+        return targets
+
+    def values(self, loss, outputs, targets):
+        return loss.values(outputs, targets)
+
+
 def registered(values):
     return Registered(lambda m, outputs, targets: values(outputs, targets).mean(), values=values)
-
-
-@pytest.fixture
-def rule():
-    @woodbury.register_loss(Registered)
-    class Rule(woodbury.LossRule):
-        def prepare(self, loss, outputs, targets):
-            return targets
-
-        def values(self, loss, outputs, targets):
-            return loss.values(outputs, targets)
-
-    yield
-    from woodbury.losses import rules
-
-    del rules._RULES[Registered]
 
 
 VALUES = {
@@ -139,13 +124,14 @@ VALUES = {
 
 
 @every_pair(method=METHODS[:2], curvature_samples=[None, 5], values=list(VALUES), how=["closure", "watch"])
-def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature_samples, values, rule):
+def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature_samples, values):
     settings = {"curvature_samples": curvature_samples, "seed": 0, "damping": 0.1}
     twins = two(how, registered(values), method=method, **settings)
     check_infos(*twins, VALUES[values], batch("cross entropy"), how, steps=5)
 
 
 RECOGNISED = {
+    "plain": (nn.CrossEntropyLoss(), "cross entropy"),
     "class weights": (
         nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double(), label_smoothing=0.1),
         "cross entropy",
@@ -163,8 +149,12 @@ RECOGNISED = {
 @every_how
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_losses_of_torch_are_recognised(name, how):
+    """Without one for the optimizer, which a step on a batch needs."""
     loss, kind = RECOGNISED[name]
-    check_steps(*two(how, loss), loss, batch(kind), how)
+    expected, optimizer = two(how, loss)
+    check_steps(expected, optimizer, loss, batch(kind), how)
+    with pytest.raises(ValueError, match="made without a loss"):
+        optimizer.step(*batch(kind))
 
 
 def test_gaussian_likelihood_with_its_variances():
@@ -175,17 +165,11 @@ def test_gaussian_likelihood_with_its_variances():
     check_steps(*two("closure", loss), lambda y, t: loss(y, t, variances), data, "closure", told=told)
 
 
-class Tokens(nn.Module):
+def token_model():
     """Logits (n, t, V) of a sequence of tokens."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
-        self.double()
-
-    def forward(self, tokens):
-        return self.head(self.embedding(tokens).cumsum(1))
+    torch.manual_seed(2)
+    layers = {"embedding": nn.Embedding(7, 4), "head": nn.Linear(4, 7)}
+    return Parts(lambda m, tokens: m.head(m.embedding(tokens).cumsum(1)), **layers).double()
 
 
 def token_batch():
@@ -194,16 +178,8 @@ def token_batch():
     return tokens, F.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
 
 
-def tokens_last(model, tokens):
-    return model(tokens).movedim(-1, 1)
-
-
 def shift(logits, tokens):
     return F.cross_entropy(logits[:, :-1].reshape(-1, 7), tokens[:, 1:].reshape(-1))
-
-
-def by_transposing(logits, tokens):
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:])
 
 
 def padded(logits, tokens):
@@ -215,7 +191,7 @@ class WithLoss(Parts):
     """Computes its own loss, from keywords, and returns a dictionary."""
 
     def __init__(self):
-        super().__init__(net=Tokens())
+        super().__init__(net=token_model())
 
     def forward(self, tokens=None, labels=None, count=None):
         logits = self.net(tokens)
@@ -227,8 +203,9 @@ class WithLoss(Parts):
 def test_sliced_and_reshaped_outputs_and_losses_of_models_are_recognised(method, loss, how):
     tokens, labels = token_batch()
     settings = {"damping": 1.0, "curvature_samples": 3, "seed": 0}
-    expected = method(Tokens(), nn.CrossEntropyLoss(), forward=tokens_last, **settings)
-    model = WithLoss() if loss == "of the model" else Tokens()
+    classes_second = lambda model, tokens: model(tokens).movedim(-1, 1)  # noqa: E731
+    expected = method(token_model(), nn.CrossEntropyLoss(), forward=classes_second, **settings)
+    model = WithLoss() if loss == "of the model" else token_model()
     optimizer = method(model, None, watch=how == "watch", **settings)
     count = torch.tensor(25)
     for _ in range(5):
@@ -245,9 +222,10 @@ def test_a_loss_on_outputs_of_another_shape_has_no_rule_but_is_right():
     """The slice (n, V, t - 1) is no reshape of rows: its Hessian is formed."""
     tokens, _ = token_batch()
     forward = lambda m, x: m(x)[:, :-1].movedim(-1, 1)  # noqa: E731
-    expected = woodbury.GaussNewton(Tokens(), nn.CrossEntropyLoss(), forward=forward)
-    data, told, optimizer = (tokens, tokens[:, 1:]), (tokens, tokens), woodbury.GaussNewton(Tokens(), None)
-    check_steps(expected, optimizer, by_transposing, data, "closure", told=told, exact=False)
+    expected = woodbury.GaussNewton(token_model(), nn.CrossEntropyLoss(), forward=forward)
+    data, told, optimizer = (tokens, tokens[:, 1:]), (tokens, tokens), woodbury.GaussNewton(token_model(), None)
+    loss = lambda y, t: F.cross_entropy(y[:, :-1].transpose(1, 2), t[:, 1:])  # noqa: E731
+    check_steps(expected, optimizer, loss, data, "closure", told=told, exact=False)
 
 
 @every_how
@@ -256,19 +234,6 @@ def test_squeezed_outputs(how):
     twins = two(how, nn.MSELoss(), nn.MSELoss(), make=lambda: network(outputs=1))
     data, told = (inputs, targets[:, :1]), (inputs, targets[:, 0])
     check_steps(*twins, lambda y, t: F.mse_loss(y.squeeze(1), t), data, how, told=told)
-
-
-@pytest.mark.parametrize("counts", [(6, 6), (4, 4, 4), (12,)])
-def test_micro_batches_are_one_batch(counts):
-    inputs, targets = batch("cross entropy")
-    expected, optimizer = two("watch", nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
-    for _ in range(5):
-        expected.step(inputs, targets)
-        optimizer.zero_grad()
-        for x, y in zip(inputs.split(counts), targets.split(counts), strict=True):
-            (F.cross_entropy(optimizer.model(x), y) / len(counts)).backward()
-        optimizer.step()
-    assert error_of(expected, optimizer) <= bounds.of_verify(expected, inputs, targets, steps=5)
 
 
 @pytest.mark.parametrize("reduction, divisor", [("mean", 2), ("sum", torch.tensor(12))])
@@ -341,20 +306,11 @@ def test_a_gradient_scaler_changes_nothing():
     assert error_of(expected, optimizer) == 0
 
 
-class Counting(Parts):
-    def __init__(self):
-        super().__init__(net=network(nn.Dropout(0.5)))
-        self.register_buffer("passes", torch.zeros(()))
-
-    def forward(self, x):
-        self.passes += 1
-        return self.net(x)
-
-
 @every_how
 def test_dropout_masks_and_buffers_are_those_of_the_loop(how):
     inputs, targets = batch("cross entropy")
-    expected, optimizer = two(how, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(), make=Counting)
+    loss, make = nn.CrossEntropyLoss(), lambda: problems.Counting(network(nn.Dropout(0.5)))
+    expected, optimizer = two(how, loss, loss, make=make)
     for step in range(5):
         torch.manual_seed(step)
         expected.step(inputs, targets)
@@ -369,21 +325,14 @@ def test_dropout_masks_and_buffers_are_those_of_the_loop(how):
 # -- what is refused ------------------------------------------------------------------------------------------
 
 
-def mixing(outputs, targets, model):
-    return F.mse_loss(outputs / outputs.square().mean().sqrt(), targets)
-
-
-def penalised(outputs, targets, model):
-    return F.mse_loss(outputs, targets) + 1e-4 * sum(p.square().sum() for p in model.parameters())
-
-
-def called_again(outputs, targets, model):
-    return F.mse_loss(outputs, model(torch.ones(N, 5).double()))
-
-
 @every_how
 @pytest.mark.parametrize(
-    "loss, message", [(mixing, "mixes samples"), (penalised, "weight_decay"), (called_again, "two calls")]
+    "loss, message",
+    [
+        (lambda y, t, model: F.mse_loss(y / y.square().mean().sqrt(), t), "mixes samples"),
+        (lambda y, t, model: F.mse_loss(y, t) + 1e-4 * model[0].weight.square().sum(), "weight_decay"),
+        (lambda y, t, model: F.mse_loss(y, model(torch.ones(N, 5).double())), "two calls"),
+    ],
 )
 def test_a_loss_of_more_than_the_outputs_of_each_sample_raises(loss, message, how):
     model = network()
