@@ -13,6 +13,7 @@ import bounds
 import problems
 import woodbury
 from cases import every_pair
+from fuzz.models import Parts
 from test_optim_contract import RICH, SECOND_ORDER, assert_same, build, every_second_order, state_of
 from woodbury.optimizers import OPTIMIZERS
 
@@ -104,20 +105,14 @@ def test_passes_that_read_the_buffers_they_change_repeat_each_other():
 
 
 def test_a_large_buffer_that_passes_leave_alone_is_not_copied_again():
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.randn(2**18))
-            self.writes = False
-            self.head = nn.Linear(3, 2)
-
-        def forward(self, x):
-            if self.writes:
-                self.table += 1
-            return self.head(x * self.table[:3])
+    def run(m, x):
+        if m.writes:
+            m.table += 1
+        return m.head(x * m.table[:3])
 
     torch.manual_seed(0)
-    model, inputs = Table().double(), batch(3)
+    model = Parts(run, table=nn.Buffer(torch.randn(2**18)), head=nn.Linear(3, 2), writes=False).double()
+    inputs = batch(3)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss())
     optimizer.step(inputs)
     model.writes = True
@@ -125,28 +120,20 @@ def test_a_large_buffer_that_passes_leave_alone_is_not_copied_again():
         optimizer.direction(inputs)
 
 
-class Buffered(nn.Module):
-    """Writes the activations into the same memory at each pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.register_buffer("memory", torch.zeros(7, 4))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.memory.copy_(torch.tanh(self.a(x)))
-        return self.b(self.memory)
-
-
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
 def test_memory_written_again_by_the_trial_pass_is_refused_before_anything_changes(method):
-    model = Buffered()
+    def run(m, x):
+        """Writes the activations into the same memory at each pass."""
+        with torch.no_grad():
+            m.memory.copy_(torch.tanh(m.a(x)))
+        return m.b(m.memory)
+
+    model = Parts(run, a=nn.Linear(3, 4), b=nn.Linear(4, 2), memory=nn.Buffer(torch.zeros(7, 4)))
     optimizer = method(model, nn.MSELoss(), params=list(model.b.parameters()))
-    before = model.b.weight.detach().clone()
+    before = state_of(model.b)
     with pytest.raises(ValueError, match="layer 'b' was changed in place"):
         optimizer.step(torch.randn(7, 3), torch.randn(7, 2))
-    assert torch.equal(model.b.weight, before)
+    assert_same(state_of(model.b), before)
 
 
 # -- types and hooks -------------------------------------------------------------------------------------
@@ -229,17 +216,13 @@ class Interrupter:
 
 def everything(model, optimizer):
     """Parameters, buffers and state, as plain values to compare."""
-    state = optimizer.state_dict()["state"]
-    return {
-        **{name: value.tolist() for name, value in model.state_dict().items()},
-        **{str(key): _plain(value) for key, value in state.items()},
-    }
+    return plain({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 
-def _plain(value):
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return {key: _plain(own) for key, own in value.items()} if isinstance(value, dict) else value
+def plain(value):
+    if isinstance(value, dict):
+        return {key: plain(own) for key, own in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def with_running_statistics():
