@@ -122,22 +122,6 @@ def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_wor
     assert (curve["low"][-1], curve["middle"][-1], curve["high"][-1]) == (0.1, None, None)
 
 
-def test_curves_are_medians_and_bands_reach_from_smallest_to_largest(tmp_path):
-    generator = np.random.default_rng(0)
-    losses = generator.uniform(0.1, 2, size=(4, 6))
-    errors = generator.uniform(0.01, 0.5, size=(4, 6))
-    for seed in range(4):
-        write_run(tmp_path / f"{seed}", seed=seed, losses=losses[seed].tolist(), errors=errors[seed].tolist())
-    curves = curves_of(tmp_path)
-    for name, values in (("train_loss", losses), ("test_error", 100 * errors)):
-        assert curves[name]["epochs"] == [0, 1, 2, 3, 4, 5]
-        assert curves[name]["seconds"] == [0, 0.5, 1, 1.5, 2, 2.5]
-        assert curves[name]["middle"] == pytest.approx(np.median(values, axis=0), rel=1e-4)
-        assert curves[name]["low"] == pytest.approx(values.min(axis=0), rel=1e-4)
-        assert curves[name]["high"] == pytest.approx(values.max(axis=0), rel=1e-4)
-        assert curves[name]["seeds"] == [4] * 6
-
-
 def test_damping_and_ratio_are_drawn_over_epochs(tmp_path):
     generator = np.random.default_rng(1)
     ratios = generator.normal(0.5, 1.0, size=(3, 80))
