@@ -83,11 +83,7 @@ FITS = {
     "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 30)),
     "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 17)),
     "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 18)),
-    "own generator": (
-        network,
-        lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING},
-        (3, 6, 13),
-    ),
+    "own generator": (network, lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING}, (3, 6, 13)),
     "validation loader": (network, lambda: {"data": loader(), **TRAINING, "validation": loader(size=7)}, (5, 13)),
     "own sampler": (network, lambda: {"data": by_sampler(), **TRAINING}, (3, 8)),
     "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 11)),
