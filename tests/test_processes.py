@@ -18,6 +18,7 @@ import problems
 import processes
 import reference
 import woodbury
+from fuzz.models import Parts
 from woodbury.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.skipif(
@@ -29,30 +30,25 @@ N = problems.N
 SPREAD = {2: (4, 3), 4: (3, 2, 0, 2)}  # samples of each process
 
 
-class Tokens(nn.Module):
+def tokens(m, x):
     """An embedding, attention and a tied weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        hidden = self.embedding(x)
-        hidden = self.norm(hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0])
-        return self.head(hidden).movedim(-1, 1)
+    hidden = m.embedding(x)
+    hidden = m.norm(hidden + m.attention(hidden, hidden, hidden, need_weights=False)[0])
+    return m.head(hidden).movedim(-1, 1)
 
 
 def make(name):
     if name in problems.PROBLEMS:
         return problems.make(name)
     torch.manual_seed(1)
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    layers = {"embedding": nn.Embedding(7, 4), "norm": nn.LayerNorm(4), "attention": attention}
+    model = Parts(tokens, **layers, head=nn.Linear(4, 7, bias=False)).double()
+    model.head.weight = model.embedding.weight
     words = torch.randint(7, (N, 4))
     targets = words.roll(1, 1)
     targets[::3, 1:] = -100  # another number of terms for every process
-    return problems.Problem(Tokens().double(), nn.CrossEntropyLoss(), words, targets)
+    return problems.Problem(model, nn.CrossEntropyLoss(), words, targets)
 
 
 def whole():
@@ -405,10 +401,7 @@ APART = {
     "signal": (stream_of_second(1, lambda: signal.raise_signal(signal.SIGINT)), "interrupted"),
     "loader interrupted": (stream_of_second(2, interrupt), "interrupted"),
     "step interrupted": (fit_of(forward=interrupted_forward), "interrupted"),
-    "validation of one alone": (
-        fit_of({"validation": [judged(0, 2)]}, {"validation": []}, epochs=2),
-        "epochs",
-    ),
+    "validation of one alone": (fit_of({"validation": [judged(0, 2)]}, {"validation": []}, epochs=2), "epochs"),
     "auto": (fit_of(epochs=9, curvature_samples="auto"), "epochs"),
 }
 

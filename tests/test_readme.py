@@ -42,7 +42,7 @@ def test_the_first_screen_is_short():
 
 
 # with blocks marked "py"
-BY_THEIR_OWN_TESTS = {"deepxde.md", "doors.md", "models.md", "pina.md", "precision.md", "runs.md"}
+BY_THEIR_OWN_TESTS = {"deepxde.md", "doors.md", "models.md", "pina.md", "precision.md"}
 
 NEEDED = {"tracking.md": ("tensorboard", "wandb")}  # packages that a page is about
 

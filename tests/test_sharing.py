@@ -18,7 +18,7 @@ import bounds
 import reference
 import woodbury
 from cases import all_pairs, every_pair
-from fuzz.models import Attention, Bare, ListTwice, Parts
+from fuzz.models import Attention, Parts, bare, list_twice
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows, shaken
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, SumRows
@@ -124,27 +124,18 @@ class Attending(Parts):
         return self.head(torch.tanh(x).mean(1))
 
 
-class Pairs(Parts):
-    """A bilinear layer, over positions if the inputs have them."""
+def pairs(a, b, o, bias):
+    """A bilinear layer on the two parts of each position."""
 
-    def __init__(self, a, b, o, bias):
-        super().__init__(a=a, pair=nn.Bilinear(a, b, o, bias=bias), head=nn.Linear(o, CLASSES))
+    def run(m, x):
+        return m.head(torch.tanh(m.pair(x[..., :a], x[..., a:])).mean(1))
 
-    def forward(self, x):
-        h = torch.tanh(self.pair(x[..., : self.a], x[..., self.a :]))
-        return self.head(h.flatten(1, -2).mean(1) if h.dim() > 2 else h)
+    return Parts(run, pair=nn.Bilinear(a, b, o, bias=bias), head=nn.Linear(o, CLASSES))
 
 
-class Repeated(Parts):
+def repeated(layer, calls):
     """A layer applied several times, each time to what it gave before."""
-
-    def __init__(self, layer, calls):
-        super().__init__(layer=layer, calls=calls, head=nn.LazyLinear(CLASSES))
-
-    def forward(self, x):
-        for _ in range(self.calls):
-            x = torch.tanh(self.layer(x))
-        return self.head(x.flatten(1))
+    return nn.Sequential(*[layer, nn.Tanh()] * calls, nn.Flatten(), nn.LazyLinear(CLASSES))
 
 
 class Words(nn.Module):
@@ -167,34 +158,26 @@ class Words(nn.Module):
         return self.last(torch.tanh(self.head(h)).mean(1))
 
 
-class Tied(nn.Module):
+def tied(width):
     """Two Linear layers with one weight and a bias each, and two with everything in common."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(width, width) for _ in range(4))
-        self.b.weight, self.d.weight, self.d.bias = self.a.weight, self.c.weight, self.c.bias
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, x):
-        for layer in (self.a, self.b, self.c, self.d):
-            x = torch.tanh(layer(x))
-        return self.head(x)
+    a, b, c, d = (nn.Linear(width, width) for _ in range(4))
+    b.weight, d.weight, d.bias = a.weight, c.weight, c.bias
+    layers = [part for layer in (a, b, c, d) for part in (layer, nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
 def test_forms_of_shared_parameters():
-    model = Words(5, 3, None, tied=True, bias=True, twice=True).double()
-    forms = woodbury.rows(model, LOSS, torch.randint(5, (N, 3)), torch.randint(CLASSES, (N,))).forms
+    def forms_of(model, inputs):
+        model.double()(inputs)
+        return woodbury.rows(model, LOSS, inputs, torch.randint(CLASSES, (N,))).forms
+
+    forms = forms_of(Words(5, 3, None, tied=True, bias=True, twice=True), torch.randint(5, (N, 3)))
     assert isinstance(forms["words"], SumRows) and isinstance(forms["head"], SharedRows)
     assert isinstance(forms["words"].uses[0].form, EmbeddingRows) and len(forms["words"].uses) == 2
-    model = Repeated(nn.Linear(3, 3), 2).double()
-    inputs, targets = batch(3)
-    model(inputs)
-    forms = woodbury.rows(model, LOSS, inputs, targets).forms
-    assert isinstance(forms["layer"], SharedRows) and isinstance(forms["head"], OuterRows)
-    forms = woodbury.rows(encoder().double(), LOSS, *batch(3, 4)).forms
-    written_out = [name for name, form in forms.items() if isinstance(form, ExplicitRows)]
-    assert all("norm" in name for name in written_out)
+    forms = forms_of(repeated(nn.Linear(3, 3), 2), batch(3)[0])
+    assert isinstance(forms["0"], SharedRows) and isinstance(forms["5"], OuterRows)
+    forms = forms_of(encoder(), batch(3, 4)[0])
+    assert all("norm" in name for name, form in forms.items() if isinstance(form, ExplicitRows))
 
 
 # Past the rules: most of these need fallback="autograd".
@@ -234,7 +217,7 @@ def functional(m, x):
 
 # On sequences (3, 4).
 BY_RULES = {
-    "bare": lambda: Headed(Bare(4)),
+    "bare": lambda: Headed(bare(4)),
     "gru": lambda: Headed(nn.GRU(4, 4, batch_first=True)),
     "encoder": encoder,
 }
@@ -316,22 +299,17 @@ class Noisy(nn.Module):
         return self.head((x * keep + torch.randn_like(x) * torch.bernoulli(torch.full_like(x, 0.5))).mean(1))
 
 
-class Gated(nn.Module):
-    """No rule, and torch.func can map over its functions or not."""
-
-    def __init__(self, kind):
-        super().__init__()
-        norm = parametrizations.weight_norm
-        self.inner = norm(nn.Linear(4, 4)) if kind == "expanded" else projected()
-
-    def forward(self, x):
-        return x * self.inner(x) if isinstance(self.inner, nn.Linear) else x + self.inner(x)[0]
+# No rule, and torch.func can map over its functions or not.
+INNER = {
+    "expanded": lambda: Parts(lambda m, x: x * m.inner(x), inner=parametrizations.weight_norm(nn.Linear(4, 4))),
+    "graph": lambda: Parts(lambda m, x: x + m.inner(x)[0], inner=projected()),
+}
 
 
-@pytest.mark.parametrize("expected_way", ["expanded", "graph"])
+@pytest.mark.parametrize("expected_way", INNER)
 def test_random_numbers_of_rows_are_those_of_the_pass(expected_way):
     random.seed(0), numpy.random.seed(0)
-    model, (inputs, targets) = Noisy(Gated(expected_way)).double(), batch(3, 4)
+    model, (inputs, targets) = Noisy(INNER[expected_way]()).double(), batch(3, 4)
     for method in METHODS.values():
         optimizer = method(model, LOSS, damping=1.0, fallback="autograd")
         check_verify(optimizer, inputs, targets)
@@ -421,16 +399,16 @@ def test_operations_that_cannot_be_batched_are_differentiated_one_seed_at_a_time
     check_directions(model, LOSS, inputs, targets, [3, 0], fallback="autograd")
 
 
-class Mirrored(Parts):
+def mirrored():
     """An autoencoder whose decoder has no weight of its own."""
 
-    def __init__(self):
-        super().__init__(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-        del self.b.weight
+    def run(m, x):
+        m.b.weight = m.a.weight.t()
+        return m.b(torch.tanh(m.a(x)))
 
-    def forward(self, x):
-        self.b.weight = self.a.weight.t()
-        return self.b(torch.tanh(self.a(x)))
+    model = Parts(run, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    del model.b.weight
+    return model
 
 
 def compared(detach):
@@ -500,25 +478,24 @@ def traced():
     return nn.Sequential(inner, nn.Tanh(), nn.Linear(4, CLASSES))
 
 
-class Substituted(Parts):
+def substituted(how):
     """A layer used as it is, then with other parameters: constants, computed ones, its own but frozen."""
 
-    def __init__(self, how):
-        super().__init__(layer=nn.Linear(4, 4), head=nn.Linear(4, CLASSES), how=how)
-
-    def forward(self, x):
-        own = dict(self.layer.named_parameters())
-        if self.how == "computed":
-            x = functional_call(self.layer, {name: torch.tanh(value) for name, value in own.items()}, (x,))
-        elif self.how == "constant":
-            x = torch.tanh(self.layer(x))
-            x = functional_call(self.layer, {name: value.detach() for name, value in own.items()}, (x,))
+    def run(m, x):
+        own = dict(m.layer.named_parameters())
+        if how == "computed":
+            x = functional_call(m.layer, {name: torch.tanh(value) for name, value in own.items()}, (x,))
+            return m.head(torch.tanh(x))
+        x = torch.tanh(m.layer(x))
+        if how == "constant":
+            x = functional_call(m.layer, {name: value.detach() for name, value in own.items()}, (x,))
         else:
-            x = torch.tanh(self.layer(x))
-            self.layer.requires_grad_(False)
-            x = self.layer(x)
-            self.layer.requires_grad_(True)
-        return self.head(torch.tanh(x))
+            m.layer.requires_grad_(False)
+            x = m.layer(x)
+            m.layer.requires_grad_(True)
+        return m.head(torch.tanh(x))
+
+    return Parts(run, layer=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
 
 
 VECTORS, SEQUENCES = (4,), (3, 4)
@@ -526,9 +503,9 @@ OUTSIDE = r"'layer.a' is used outside .*"
 PAST_THE_RULES = {
     **{name: (make, SEQUENCES, "") for name, make in FALLBACKS.items()},
     "a traced module": (traced, VECTORS, ""),
-    "a weight computed from another layer's": (Mirrored, VECTORS, r"'a.weight' is used outside .*"),
+    "a weight computed from another layer's": (mirrored, VECTORS, r"'a.weight' is used outside .*"),
     **{
-        how: (partial(Substituted, how), VECTORS, r"layer 'layer' is called with other parameters .*")
+        how: (partial(substituted, how), VECTORS, r"layer 'layer' is called with other parameters .*")
         for how in ("computed", "constant", "frozen")
     },
     "a power before its registered layer": (lambda: past(True, power=True), VECTORS, OUTSIDE),
@@ -563,16 +540,13 @@ def test_autocast_inside_the_model_needs_the_fallback():
     assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
 
 
-class Queries(nn.Module):
+def queries():
     """Attention among constants, which has no sample axis, unbatched."""
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("queries", torch.randn(3, 4))
-        self.attend, self.head = attention(), nn.Linear(4, CLASSES)
+    def run(m, x):
+        return m.head(torch.tanh(x * m.attend(m.queries, m.queries, m.queries)[0].mean(0)))
 
-    def forward(self, x):
-        return self.head(torch.tanh(x * self.attend(self.queries, self.queries, self.queries)[0].mean(0)))
+    return Parts(run, queries=nn.Buffer(torch.randn(3, 4)), attend=attention(), head=nn.Linear(4, CLASSES))
 
 
 def by_keyword():
@@ -671,7 +645,7 @@ TWO_NAMES = {
     "rnn": (lambda: tied_recurrent(nn.RNN), SEQUENCES, {}),
     "lstm": (lambda: tied_recurrent(nn.LSTM), SEQUENCES, {}),
     "gru cell": (tied_cell, VECTORS, {}),
-    "parameter list": (lambda: ListTwice(4), VECTORS, {"fallback": "autograd"}),
+    "parameter list": (lambda: list_twice(4), VECTORS, {"fallback": "autograd"}),
 }
 
 
@@ -754,16 +728,14 @@ IN_PLACE = {
 }
 
 
-class InPlace(Parts):
+def in_place(layer):
     """A layer whose outputs are changed where they are, twice."""
 
-    def __init__(self, layer):
-        super().__init__(layer=layer, head=nn.LazyLinear(CLASSES))
-        self.eval()
+    def run(m, x):
+        h = m.layer(x[..., :2], x[..., 2:]) if isinstance(m.layer, nn.Bilinear) else m.layer(x)
+        return m.head(torch.relu_(h.mul_(1.5)).flatten(1))
 
-    def forward(self, x):
-        h = self.layer(x[..., :2], x[..., 2:]) if isinstance(self.layer, nn.Bilinear) else self.layer(x)
-        return self.head(torch.relu_(h.mul_(1.5)).flatten(1))
+    return Parts(run, layer=layer, head=nn.LazyLinear(CLASSES)).eval()
 
 
 def attending_in_place(batch_first):
@@ -799,16 +771,16 @@ REPEATED = {
 EXACT = {
     **{f"attention {case}": (partial(Attending, *case), SEQUENCES) for case in ATTENTION},
     **{
-        f"{name} three times": (lambda make=make: Repeated(make(), 3), shape)
+        f"{name} three times": (lambda make=make: repeated(make(), 3), shape)
         for name, (make, shape) in REPEATED.items()
     },
     **{
         f"words {case}": (partial(Words, 5, 3, *case), (3,))
         for case in all_pairs([None, 0, 1], [True, False], [True, False], [True, False])  # see Words
     },
-    "tied layers": (lambda: Tied(4), VECTORS),
-    "bilinear over positions": (lambda: Pairs(1, 3, 2, False), SEQUENCES),
-    "attention without a sample axis": (Queries, VECTORS),
+    "tied layers": (lambda: tied(4), VECTORS),
+    "bilinear over positions": (lambda: pairs(1, 3, 2, False), SEQUENCES),
+    "attention without a sample axis": (queries, VECTORS),
     "layers called by keyword": (by_keyword, VECTORS),
     "a hook on a layer's gradients": (lambda: hooked(0), VECTORS),
     "a hook behind the activation": (lambda: hooked(1), VECTORS),
@@ -822,12 +794,12 @@ EXACT = {
     "a call without gradients": (lambda: compared(False), VECTORS),
     "registered": (lambda: Headed(Twice(False)), VECTORS),
     "registered, one number": (lambda: Headed(Twice(False, ())), VECTORS),
-    "registered, called twice": (lambda: Repeated(Twice(False), 2), VECTORS),
-    "registered, one number, called twice": (lambda: Repeated(Twice(False, ()), 2), VECTORS),
+    "registered, called twice": (lambda: repeated(Twice(False), 2), VECTORS),
+    "registered, one number, called twice": (lambda: repeated(Twice(False, ()), 2), VECTORS),
     "a factor before its registered layer": (lambda: past(True, power=False), VECTORS),
     "a factor after its registered layer": (lambda: past(False, power=False), VECTORS),
     **{
-        f"{name} changed in place": (lambda make=make: InPlace(make()), shape)
+        f"{name} changed in place": (lambda make=make: in_place(make()), shape)
         for name, (make, shape) in IN_PLACE.items()
     },
 }
@@ -886,11 +858,7 @@ def restore(states):
 
 
 @every_pair(
-    draw=DRAWS,
-    curvature_samples=[None, 2],
-    fallback=[None, "autograd"],
-    method=METHODS,
-    blocks=["full", "layer"],
+    draw=DRAWS, curvature_samples=[None, 2], fallback=[None, "autograd"], method=METHODS, blocks=["full", "layer"]
 )
 def test_layers_left_out_at_random_are_the_same_in_every_pass(draw, curvature_samples, fallback, method, blocks):
     """The two pieces of a batch, the curvature samples and the others, may use other layers."""
