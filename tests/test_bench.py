@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-import woodbury
 from benchmarks import __main__ as program
 from benchmarks import beside, common, gpu, laplacian, peer_steps, peers, processes, scale, step, trajectories
 from benchmarks.common import Network
@@ -56,48 +55,34 @@ def test_medians_are_those_of_steps_that_take_turns():
 
 
 def test_step_prints_ratios_to_sgd_of_every_network(printed, monkeypatch):
+    """With a clock by which a step takes as long as its name."""
+
+    def seconds(steps, *arguments, **options):
+        for call in steps.values():
+            call()
+        return {name: float(len(name)) for name in steps}
+
     for name in ("NETWORKS", "SMALL_NETWORKS"):
         tiny = {
             key: replace(net, widths=(6, 5, net.widths[-1]), samples=8, curvature_samples=4, iterations=2)
             for key, net in getattr(step, name).items()
         }
         monkeypatch.setattr(step, name, tiny)
-    monkeypatch.setattr(step, "_SLOW_SECONDS", 0.0)
-    seen = {}
-
-    def median_seconds(steps, *arguments, **options):
-        seconds = common.median_seconds(steps, *arguments, **options)
-        seen.update({tuple(steps): seconds})
-        return seconds
-
-    monkeypatch.setattr(step, "median_seconds", median_seconds)
-    ratios = printed("step", "--repeats", "1")
-    assert list(ratios) == ["mnist", "cifar10", "webspam", "20-50-3", "8-50-50-1"]
+    monkeypatch.setattr(step, "median_seconds", seconds)
+    monkeypatch.setattr(step, "medians_within", seconds)
     everywhere = {"sgd", "adam", "smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"}
-    for key, row in ratios.items():
-        assert set(row) == everywhere | ({*step.TRAINING} if key in step.SMALL_NETWORKS else set())
-        assert row["sgd"] == 1.0 and min(row.values()) > 0
-    names, seconds = list(seen.items())[-1]  # of the last network, all timed together
-    assert names == ("sgd", "adam", *step.INTERLEAVED, *step.TRAINING)
-    for name in names:  # printed with five digits
-        assert ratios["8-50-50-1"][name] == pytest.approx(seconds[name] / seconds["sgd"], rel=1e-4)
-
-
-def test_steps_through_other_doors_are_timed_beside_sgd(printed, monkeypatch):
-    monkeypatch.setattr(step, "NETWORKS", {"tiny": Network((4, 3, 2), 5, 3)})
-    (row,) = printed("step", "--repeats", "1", "--doors").values()
-    ways = ("step(x, y)", "step(closure)", "watch=True")
-    doors = {f"{name}, {way}" for name in ("smw-ng", "smw-gn") for way in ways}
-    assert row.keys() == {"sgd"} | doors and min(row.values()) > 0
-
-
-def test_layers_in_a_module_are_the_same_layers_and_no_chain():
-    network = Network((5, 4, 3), 6, 3)
-    inputs, _ = network.batch()
-    plain, wrapped = network.build(), replace(network, in_module=True).build()
-    assert torch.equal(plain(inputs), wrapped(inputs))
-    optimizers = [woodbury.NaturalGradient(model, network.loss()) for model in (plain, wrapped)]
-    assert [optimizer._problems.structure.chain is not None for optimizer in optimizers] == [True, False]
+    doors = {
+        f"smw-{kind}, {way}" for kind in ("ng", "gn") for way in ("step(x, y)", "step(closure)", "watch=True")
+    }
+    large, small = ["mnist", "cifar10", "webspam"], ["20-50-3", "8-50-50-1"]
+    expected = dict.fromkeys(large, everywhere) | {key: everywhere | {*step.TRAINING} for key in small}
+    by_doors = dict.fromkeys(large, {"sgd"} | doors)
+    for options, rows in (([], expected), (["--module"], expected), (["--doors"], by_doors)):
+        ratios = printed("step", "--repeats", "1", *options)
+        assert {key: set(row) for key, row in ratios.items()} == rows
+        for row in ratios.values():
+            by_name = {name: len(name) / 3 for name in row}
+            assert row == pytest.approx(by_name, rel=1e-4)  # printed with five digits
 
 
 def test_laplacian_times_two_ways_to_the_same_numbers(printed, monkeypatch):
@@ -326,18 +311,6 @@ def test_parts_of_gpu_run_on_the_cpu_with_a_tiny_network(printed, monkeypatch):
     assert list(result) == ["device", "torch", *gpu.PARTS]
     assert result["small"]["sgd"]["over_sgd"] == 1.0 and {"smw-gn", "smw-gn recorded"} < set(result["small"])
     assert result["large"]["parameters"] == 23 and result["large"]["residual"] < 1e-4
-
-
-def test_tables_are_aligned_plain_text():
-    assert step.step_table({"mnist": {"sgd": 1.0, "hf": 20.25}, "webspam": {"sgd": 1.0}}).splitlines()[2:] == [
-        "optimizer  mnist  webspam",
-        "---------  -----  -------",
-        "sgd            1        1",
-        "hf          20.2        -",
-    ]
-    seconds = dict(zip(laplacian.METHODS, (0.5, 2.0), strict=True))
-    last = laplacian.COMMAND.table({"a": seconds}).splitlines()[-1]
-    assert last.split() == ["a", "500", "2,000", "4"]
 
 
 # -- several processes ----------------------------------------------------------------------------------------

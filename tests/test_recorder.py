@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ import problems
 import processes
 import woodbury
 from run_folders import contents
-from test_readme import README, blocks
 from woodbury.runs import readings
 from woodbury.runs import recorder as module
 from woodbury.runs.config import RunConfig
@@ -236,34 +236,23 @@ def test_a_killed_process_loses_the_current_line_at_most(tmp_path):
     assert numbers_of(tmp_path) == list(range(1, 9))
 
 
-class _Interrupted:
-    """A file in which Ctrl-C arrives before, or after, a call of one method."""
-
-    def __init__(self, file: Any, method: str, after: bool) -> None:
-        self.file, self.method, self.after = file, method, after
-
-    def __getattr__(self, name: str) -> Any:
-        own = getattr(self.file, name)
-        if name != self.method:
-            return own
-        self.method = ""  # once
-
-        def call(*arguments: Any) -> None:
-            if self.after:
-                own(*arguments)
-            raise KeyboardInterrupt
-
-        return call
-
-
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("method", ["write", "flush"])
 def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(method, after, tmp_path):
+    """It arrives before, or after, the call of one method of the file."""
     with start(tmp_path) as record:
         record.epoch(train_loss=1.0, epoch=0)
         record.step(loss=1.0)
         records: Any = record._records
-        records._file = _Interrupted(records._file, method, after)
+        file, records._file = records._file, Mock(wraps=records._file, closed=False)
+
+        def interrupt(*arguments: Any) -> None:
+            getattr(records._file, method).side_effect = None  # once
+            if after:
+                getattr(file, method)(*arguments)
+            raise KeyboardInterrupt
+
+        getattr(records._file, method).side_effect = interrupt
         with pytest.raises(KeyboardInterrupt):
             record.step(loss=2.0)
         record.step(loss=3.0)
@@ -348,13 +337,6 @@ def test_wrong_arguments_are_named_before_anything_is_written(arguments, message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_way_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(OSError, match=str(tmp_path / "file")):
-            start(folder)
-
-
 def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path):
     no_number = "must be a number or a tensor with one element, got"
     with start(tmp_path) as record:
@@ -377,16 +359,6 @@ def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path):
 
 
 # -- what a report makes of it
-
-
-def test_the_example_in_the_docs_gives_a_report(tmp_path, monkeypatch):
-    (example,) = blocks(README.parent / "docs" / "runs.md", "py")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, "docs/runs.md", "exec"), {})
-    runs = load([Path("runs/sine")])
-    assert [run.config.optimizer for run in runs] == ["Adam", "GaussNewton"]
-    assert [(len(run.steps), len(run.epochs)) for run in runs] == [(40, 5), (40, 5)]
-    assert all(run.epochs[-1]["train_loss"] < run.epochs[0]["train_loss"] for run in runs)
 
 
 @pytest.fixture
