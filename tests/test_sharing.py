@@ -15,9 +15,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import bounds
+import problems
 import reference
 import woodbury
 from cases import all_pairs, every_pair
+from fuzz.cases import laplacians
 from fuzz.models import Attention, Parts, bare, list_twice
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows, shaken
 from woodbury._vector import flatten
@@ -55,18 +57,17 @@ def check_verify(optimizer, inputs, targets):
     assert optimizer.verify(inputs, targets) <= share * bounds.of_verify(optimizer, inputs, targets)
 
 
-def check_functions(model, loss, inputs, targets, forward, other=None, subset=(3, 0), damping=0.05, **options):
-    """p of functions of a model, full and by layer, and its residual; other is the same function by autograd."""
-    given = targets if other is None else None  # zeros need not be said
+def check_functions(model, loss, inputs, targets, forward, subset=(3, 0), damping=0.05, **options):
+    """p of functions of a model, full and by layer, and its residual."""
     for kind, method in METHODS.items():
         for blocks in ("full", "layer"):
             optimizer = method(model, loss, damping=damping, blocks=blocks, forward=forward, **options)
             expected, B, _ = reference.dense_direction(
-                model, loss, inputs, targets, list(subset), damping, kind, blocks, forward=other or forward
+                model, loss, inputs, targets, list(subset), damping, kind, blocks, forward=forward
             )
-            p = flatten(optimizer.direction(inputs, given, subset=subset))
+            p = flatten(optimizer.direction(inputs, targets, subset=subset))
             assert reference.relative_error(p, expected) <= bounds.of_solve(B, damping)
-            assert optimizer.verify(inputs, given) <= bounds.of_verify(optimizer, inputs, targets)
+            assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets)
 
 
 def two_layers(run):
@@ -327,55 +328,36 @@ def masked_mean(model, batch):
     return (model(batch["x"]) * kept).sum(1) / kept.sum(1)
 
 
-def two_inputs(model, batch):
-    left, right = batch
-    return model(left) - model(right)  # siamese: the model is called twice
-
-
 def test_dictionaries_masks_and_several_inputs():
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
-    mask = torch.rand(N, 3, dtype=torch.float64) < 0.6
-    mask[:, 0] = True
-    padded = {"x": torch.randn(N, 3, 4, dtype=torch.float64), "mask": mask.double()}
-    both = (torch.randn(N, 4, dtype=torch.float64), torch.randn(N, 4, dtype=torch.float64))
-    targets = torch.randint(CLASSES, (N,))
-    for forward, inputs in ((masked_mean, padded), (two_inputs, both)):
-        check_functions(model, LOSS, inputs, targets, forward)
+    model = problems.mlp(4, 5, CLASSES).double()
+    (x, targets), (other, _) = batch(3, 4), batch(4)
+    mask = (torch.rand(N, 3) < 0.6).double()
+    mask[:, 0] = 1
+    check_functions(model, LOSS, {"x": x, "mask": mask}, targets, masked_mean)
+    # siamese: the model is called twice
+    check_functions(model, LOSS, (x[:, 0], other), targets, lambda m, pair: m(pair[0]) - m(pair[1]))
 
 
-def poisson_by_autograd(model, batch):
+def poisson(model, points):
     """Laplacian inside, value on the boundary, each with a weight of its own."""
-    points, inside = batch
     points = points.detach().requires_grad_()
     u = model(points)
     (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
-    bend = sum(
-        torch.autograd.grad(slope[:, axis].sum(), points, create_graph=True)[0][:, axis : axis + 1]
-        for axis in range(points.shape[1])
-    )
-    return torch.where(inside, 0.5 * (bend + points.sum(1, keepdim=True)), 3.0 * u)
+    bends = [torch.autograd.grad(slope[:, axis].sum(), points, create_graph=True)[0][:, axis] for axis in (0, 1)]
+    inside = 0.5 * (sum(bends) + points.sum(1)).unsqueeze(1)
+    return torch.where(points[:, :1] < 0.6, inside, 3.0 * u)
 
 
-def poisson_by_func(model, batch):
-    points, inside = batch
-
-    def bend(x):
-        return torch.func.hessian(lambda y: model(y).squeeze(-1))(x).diagonal().sum()
-
-    bends = torch.func.vmap(bend)(points).unsqueeze(1)
-    return torch.where(inside, 0.5 * (bends + points.sum(1, keepdim=True)), 3.0 * model(points))
-
-
-@pytest.mark.parametrize("forward, expected_way", [(poisson_by_autograd, "expanded"), (poisson_by_func, "func")])
+@pytest.mark.parametrize("forward, expected_way", [(poisson, "expanded"), (laplacians, "func")])
 def test_residuals_of_a_differential_equation(forward, expected_way):
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    inputs = (torch.rand(N, 2, dtype=torch.float64), torch.rand(N, 1) < 0.6)
-    targets = torch.zeros(N, 1, dtype=torch.float64)
+    """By autograd, and by torch.func."""
+    model = problems.mlp(2, 4, 3, 1).double()
+    inputs, targets = torch.rand(N, 2).double(), torch.zeros(N, 1).double()
     options = {"forward": forward, "fallback": "autograd"}
     optimizer = woodbury.NaturalGradient(model, nn.MSELoss(), **options)
-    optimizer.direction(inputs, None)
+    optimizer.direction(inputs, targets)
     assert way(optimizer) == expected_way
-    check_functions(model, nn.MSELoss(), inputs, targets, other=poisson_by_autograd, **options)
+    check_functions(model, nn.MSELoss(), inputs, targets, **options)
 
 
 def beside_itself(width):
@@ -611,40 +593,32 @@ def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit(mask
 # One parameter under several names of one module.
 
 
-def scaled_twice():
-    norm = nn.LayerNorm(4)
-    norm.bias = norm.weight
-    return norm
+def tie(module, **names):
+    """A module with one parameter under two names."""
+    for name, other in names.items():
+        setattr(module, name, getattr(module, other))
+    return module
 
 
 def tied_recurrent(kind):
     cell = kind(4, 4, batch_first=True)
-    cell.weight_hh_l0 = cell.weight_ih_l0
-    cell.bias_hh_l0 = cell.bias_ih_l0
-    return cell
-
-
-def tied_cell():
-    cell = nn.GRUCell(4, 4)
-    cell.weight_hh = cell.weight_ih
-    return cell
+    return tie(cell, weight_hh_l0="weight_ih_l0", bias_hh_l0="bias_ih_l0")
 
 
 def keyed():
     """Attention whose projections of keys and values are one."""
-    attend = attention(kdim=3, vdim=3, batch_first=True)
-    attend.v_proj_weight = attend.k_proj_weight
+    attend = tie(attention(kdim=3, vdim=3, batch_first=True), v_proj_weight="k_proj_weight")
     return Parts(lambda m, x: m.attend(x, x[..., :3], x[..., 1:])[0], attend=attend)
 
 
 TWO_NAMES = {
-    "layer norm": (scaled_twice, VECTORS, {}),
+    "layer norm": (lambda: tie(nn.LayerNorm(4), bias="weight"), VECTORS, {}),
     "registered": (lambda: Twice(True), VECTORS, {}),
     "registered, one number": (lambda: Twice(True, ()), VECTORS, {}),
     "attention": (keyed, SEQUENCES, {}),
     "rnn": (lambda: tied_recurrent(nn.RNN), SEQUENCES, {}),
     "lstm": (lambda: tied_recurrent(nn.LSTM), SEQUENCES, {}),
-    "gru cell": (tied_cell, VECTORS, {}),
+    "gru cell": (lambda: tie(nn.GRUCell(4, 4), weight_hh="weight_ih"), VECTORS, {}),
     "parameter list": (lambda: list_twice(4), VECTORS, {"fallback": "autograd"}),
 }
 
