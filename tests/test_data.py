@@ -13,8 +13,9 @@ import struct
 import sys
 import tarfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,31 +74,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "toy"
 
 
-class Server:
-    """A folder on the local network that notes what is asked of it."""
-
-    def __init__(self, root):
-        self.root, self.requests, self.url = root, [], ""
-
-    def publish(self, name, content):
-        (self.root / name).write_bytes(content)
-        return f"{self.url}/{name}"
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    root = tmp_path / "published"
+def server(tmp_path):
+    """A folder on the local network that notes what is asked of it."""
+    root, requests = tmp_path / "published", []
     root.mkdir()
-    served = Server(root)
 
     class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *arguments: object) -> None:
-            served.requests.append(self.path)
+        def log_message(self, format, *arguments):
+            requests.append(self.path)
+
+    def publish(name, content):
+        (root / name).write_bytes(content)
+        return f"{url}/{name}"
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=root)) as listener:
-        served.url = f"http://127.0.0.1:{listener.server_address[1]}"
+        url = f"http://127.0.0.1:{listener.server_address[1]}"
         threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
-        yield served
+        yield SimpleNamespace(url=url, requests=requests, publish=publish)
         listener.shutdown()
 
 
