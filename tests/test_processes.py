@@ -145,6 +145,21 @@ def test_processes_stay_bit_identical():
     assert float(state["state"]["damping"]) == float(other_state["state"]["damping"])
 
 
+def five_steps(how, wrapped, optimizer, inputs, targets):
+    def closure():
+        optimizer.zero_grad()
+        optimizer.loss(wrapped(inputs), targets).backward()
+
+    for _ in range(5):
+        if how == "step":
+            optimizer.step(inputs, targets)
+        elif how == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
 def in_a_loop(rank, world):
     """DistributedDataParallel around the model, and the loop that its users have."""
     results = []
@@ -152,72 +167,54 @@ def in_a_loop(rank, world):
         model, inputs, targets = whole()
         wrapped = nn.parallel.DistributedDataParallel(model)
         own = slice(0, 4) if rank == 0 else slice(4, None)
-        criterion = nn.CrossEntropyLoss()
-        optimizer = woodbury.GaussNewton(wrapped, criterion, damping=0.3, watch=how == "watch")
-
-        def closure(wrapped=wrapped, optimizer=optimizer, criterion=criterion, batch=(inputs[own], targets[own])):
-            optimizer.zero_grad()
-            criterion(wrapped(batch[0]), batch[1]).backward()
-
-        for _ in range(5):
-            if how == "step":
-                optimizer.step(inputs[own], targets[own])
-            elif how == "watch":
-                closure()
-                optimizer.step()
-            else:
-                optimizer.step(closure)
-        results.append([parameter.detach() for parameter in model.parameters()])
+        optimizer = woodbury.GaussNewton(wrapped, nn.CrossEntropyLoss(), damping=0.3, watch=how == "watch")
+        five_steps(how, wrapped, optimizer, inputs[own], targets[own])
+        results.append(reference.theta(model))
     return results
 
 
 def test_a_wrapped_model_takes_the_same_steps():
     model, inputs, targets = whole()
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.3)
-    for _ in range(5):
-        optimizer.step(inputs, targets)
-    expected = reference.flat(model.parameters()).detach()
+    five_steps("step", model, optimizer, inputs, targets)
+    expected = reference.theta(model)
     bound = bounds.of_step(whole()[0], nn.CrossEntropyLoss(), inputs, targets, damping=0.3, steps=5)
     for ways in processes.run(in_a_loop, 2):
         for parameters in ways:
-            assert reference.relative_error(reference.flat(parameters), expected) <= bound
+            assert reference.relative_error(parameters, expected) <= bound
+
+
+def message_of(call, *arguments, **settings):
+    """What a call raises, if it does."""
+    try:
+        call(*arguments, **settings)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def with_a_fault(rank, world):
     model, inputs, targets = whole()
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    messages = []
-    for bad in (inputs[:, :4], inputs * torch.nan, None):
-        try:
-            optimizer.step(bad if rank == 1 else inputs, targets)
-            messages.append("stepped")
-        except Exception as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    try:
-        optimizer.verify(inputs, targets)
-    except ValueError as error:
-        messages.append(str(error))
+    before = reference.theta(model)
+    faults = inputs[:, :4], inputs * torch.nan, None
+    messages = [message_of(optimizer.step, bad if rank == 1 else inputs, targets) for bad in faults]
+    same = torch.equal(before, reference.theta(model))
+    messages.append(message_of(optimizer.verify, inputs, targets))
     alone = ("smw-gn", {"search": woodbury.CurvedSearch()}), ("smw-gn", {"solver": "products"}), ("sgd", {})
     for name, settings in alone:
-        try:
-            OPTIMIZERS[name](model, nn.CrossEntropyLoss(), **settings)
-        except ValueError as error:
-            messages.append(str(error))
+        messages.append(message_of(OPTIMIZERS[name], model, nn.CrossEntropyLoss(), **settings))
     return messages, same, bool(optimizer.step(inputs, targets).accepted)
 
 
 def test_an_error_of_one_process_is_an_error_of_all():
     first, second = processes.run(with_a_fault, 2)
     for messages, same, accepted in (first, second):
-        assert same and accepted
-        assert len(messages) == 7 and all("one process" in message for message in messages[3:])
-    assert "shapes cannot be multiplied" in second[0][0] and "nan or inf" in second[0][1]
-    for shown, cause in zip(
-        first[0][:3], ("shapes cannot be multiplied", "nan or inf", "at least one"), strict=True
-    ):
-        assert shown.startswith("LostProcessError: process 1 of 2 failed") and cause in shown
+        assert same and accepted and all("one process" in message for message in messages[3:])
+    causes = "shapes cannot be multiplied", "nan or inf", "at least one"
+    for shown, raised, cause in zip(first[0][:3], second[0][:3], causes, strict=True):
+        assert shown.startswith("LostProcessError: process 1 of 2 failed")
+        assert cause in shown and cause in raised
 
 
 def bytes_of_steps(rank, world):
@@ -256,14 +253,14 @@ def in_subgroups(rank, world):
         woodbury.GaussNewton(own, nn.CrossEntropyLoss(), process_group="all")
     alone = woodbury.GaussNewton(own, nn.CrossEntropyLoss(), damping=0.3, process_group="self")
     alone.step(inputs, targets)
-    return [p.detach() for p in model.parameters()], [p.detach() for p in own.parameters()]
+    return reference.theta(model), reference.theta(own)
 
 
 def test_groups_of_processes_can_be_chosen():
     model, *batch = whole()
     bound = bounds.of_step(model, nn.CrossEntropyLoss(), *batch, damping=0.3)
     for joint, alone in processes.run(in_subgroups, 2):
-        assert reference.relative_error(reference.flat(joint), reference.flat(alone)) <= bound
+        assert reference.relative_error(joint, alone) <= bound
 
 
 def step_until_one_is_killed(rank, folder):
@@ -636,24 +633,17 @@ CHANGED = {  # after a step, by the second process: a setting
 def differ(rank, world):
     messages = {}
     for name, (settings, _) in DIFFERENT.items():
-        try:
-            made(**(settings if rank else {}))
-            messages[name] = "made"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
+        messages[name] = message_of(made, **(settings if rank else {}))
     _, inputs, targets = whole()
     for name, (change, _) in CHANGED.items():
         optimizer = made()
         optimizer.step(inputs, targets)
-        before = reference.flat(optimizer.model.parameters()).detach().clone()
+        before = reference.theta(optimizer.model)
         if rank:
             change(optimizer)
-        try:
-            optimizer.step(inputs.float() if rank and name == "batch" else inputs, targets)
-            messages[name] = "stepped"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-        assert torch.equal(before, reference.flat(optimizer.model.parameters()).detach())
+        other = inputs.float() if rank and name == "batch" else inputs
+        messages[name] = message_of(optimizer.step, other, targets)
+        assert torch.equal(before, reference.theta(optimizer.model))
         if not rank:
             change(optimizer)
         assert optimizer.step(inputs, targets).accepted
