@@ -669,8 +669,9 @@ def test_attention_with_any_part_of_its_parameters_frozen(kind):
         for name, trained in zip(names, chosen, strict=True):
             model.attend.get_parameter(name).requires_grad_(trained)
         check_rows(model, LOSS, inputs, targets)
-        check_verify(optimizer, inputs, targets)
-        assert optimizer.step(inputs, targets).accepted
+        if kind == "self":
+            check_verify(optimizer, inputs, targets)
+            assert optimizer.step(inputs, targets).accepted
     check_directions(model, LOSS, inputs, targets, [1, 3])
 
 
@@ -742,6 +743,15 @@ REPEATED = {
     "layer norm": (lambda: nn.LayerNorm(3), (2, 3)),
     "group norm": (lambda: nn.GroupNorm(1, 2), (2, 3)),
 }
+# where the trial pass might differ from the step's own
+OTHERWISE_IN_THE_TRIAL = {
+    "a detached call": (lambda: compared(True), VECTORS),
+    "a call without gradients": (lambda: compared(False), VECTORS),
+    **{
+        f"{name} changed in place": (lambda make=make: in_place(make()), shape)
+        for name, (make, shape) in IN_PLACE.items()
+    },
+}
 EXACT = {
     **{f"attention {case}": (partial(Attending, *case), SEQUENCES) for case in ATTENTION},
     **{
@@ -764,18 +774,13 @@ EXACT = {
     "the same, one position": (lambda: attending_in_place(True), (1, 4)),
     "the same, one position, positions first": (lambda: attending_in_place(False), (1, 4)),
     "a checkpoint": (lambda: checkpointed(False), VECTORS),
-    "a detached call": (lambda: compared(True), VECTORS),
-    "a call without gradients": (lambda: compared(False), VECTORS),
     "registered": (lambda: Headed(Twice(False)), VECTORS),
     "registered, one number": (lambda: Headed(Twice(False, ())), VECTORS),
     "registered, called twice": (lambda: repeated(Twice(False), 2), VECTORS),
     "registered, one number, called twice": (lambda: repeated(Twice(False, ()), 2), VECTORS),
     "a factor before its registered layer": (lambda: past(True, power=False), VECTORS),
     "a factor after its registered layer": (lambda: past(False, power=False), VECTORS),
-    **{
-        f"{name} changed in place": (lambda make=make: in_place(make()), shape)
-        for name, (make, shape) in IN_PLACE.items()
-    },
+    **OTHERWISE_IN_THE_TRIAL,
 }
 
 
@@ -791,8 +796,11 @@ def test_layers_called_in_unusual_ways_are_exact(name):
     number = list(EXACT).index(name)
     check_rows(model, LOSS, inputs, targets, max_bytes=(None, 2000, 1)[number % 3])
     fallback = (None, "autograd")[number % 2]
-    check_directions(model, LOSS, inputs, targets, [1, 3], fallback=fallback)
-    check_step(list(METHODS.values())[number % 2], model, inputs, targets, fallback=fallback)
+    if name in OTHERWISE_IN_THE_TRIAL:
+        for method in METHODS.values():
+            check_step(method, model, inputs, targets, fallback=fallback)
+    else:
+        check_directions(model, LOSS, inputs, targets, [1, 3], fallback=fallback)
 
 
 # Layers left out at random.
