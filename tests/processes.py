@@ -30,11 +30,7 @@ def _run(rank, world, folder, function, args):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
         result = function(rank, world, *args)

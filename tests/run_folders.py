@@ -21,3 +21,21 @@ def assert_same_end(first: Path, second: Path) -> None:
     one, other = (records_of(folder, "step", "epoch") for folder in (first, second))
     assert [{**record, "seconds": 0} for record in one] == [{**record, "seconds": 0} for record in other]
     assert (first / "model.pt").read_bytes() == (second / "model.pt").read_bytes()
+
+
+def invoke(*arguments: object) -> Any:
+    """What `woodbury ARGUMENTS` ends with and prints, in this process."""
+    from typer.testing import CliRunner
+
+    from woodbury import cli
+
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def assert_one_line(result: Any, *facts: str) -> None:
+    """Status 2, one printable line that names the facts, no traceback."""
+    assert result.exit_code == 2, result.output
+    assert result.output.startswith("woodbury: ") and len(result.output.splitlines()) == 1, result.output
+    assert result.output.strip().isprintable() and len(result.output) < 2100
+    for fact in facts:
+        assert fact in result.output

@@ -14,20 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-import woodbury
 from benchmarks import __main__ as program
-from benchmarks import (
-    beside,
-    common,
-    gpu,
-    laplacian,
-    peer_steps,
-    peers,
-    processes,
-    scale,
-    step,
-    trajectories,
-)
+from benchmarks import beside, common, gpu, laplacian, peer_steps, peers, processes, scale, step, trajectories
 from benchmarks.common import Network
 from processes import run_alone
 
@@ -67,48 +55,34 @@ def test_medians_are_those_of_steps_that_take_turns():
 
 
 def test_step_prints_ratios_to_sgd_of_every_network(printed, monkeypatch):
+    """With a clock by which a step takes as long as its name."""
+
+    def seconds(steps, *arguments, **options):
+        for call in steps.values():
+            call()
+        return {name: float(len(name)) for name in steps}
+
     for name in ("NETWORKS", "SMALL_NETWORKS"):
         tiny = {
             key: replace(net, widths=(6, 5, net.widths[-1]), samples=8, curvature_samples=4, iterations=2)
             for key, net in getattr(step, name).items()
         }
         monkeypatch.setattr(step, name, tiny)
-    monkeypatch.setattr(step, "_SLOW_SECONDS", 0.0)
-    seen = {}
-
-    def median_seconds(steps, *arguments, **options):
-        seconds = common.median_seconds(steps, *arguments, **options)
-        seen.update({tuple(steps): seconds})
-        return seconds
-
-    monkeypatch.setattr(step, "median_seconds", median_seconds)
-    ratios = printed("step", "--repeats", "1")
-    assert list(ratios) == ["mnist", "cifar10", "webspam", "20-50-3", "8-50-50-1"]
+    monkeypatch.setattr(step, "median_seconds", seconds)
+    monkeypatch.setattr(step, "medians_within", seconds)
     everywhere = {"sgd", "adam", "smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"}
-    for key, row in ratios.items():
-        assert set(row) == everywhere | ({*step.TRAINING} if key in step.SMALL_NETWORKS else set())
-        assert row["sgd"] == 1.0 and min(row.values()) > 0
-    names, seconds = list(seen.items())[-1]  # of the last network, all timed together
-    assert names == ("sgd", "adam", *step.INTERLEAVED, *step.TRAINING)
-    for name in names:  # printed with five digits
-        assert ratios["8-50-50-1"][name] == pytest.approx(seconds[name] / seconds["sgd"], rel=1e-4)
-
-
-def test_steps_through_other_doors_are_timed_beside_sgd(printed, monkeypatch):
-    monkeypatch.setattr(step, "NETWORKS", {"tiny": Network((4, 3, 2), 5, 3)})
-    (row,) = printed("step", "--repeats", "1", "--doors").values()
-    ways = ("step(x, y)", "step(closure)", "watch=True")
-    doors = {f"{name}, {way}" for name in ("smw-ng", "smw-gn") for way in ways}
-    assert row.keys() == {"sgd"} | doors and min(row.values()) > 0
-
-
-def test_layers_in_a_module_are_the_same_layers_and_no_chain():
-    network = Network((5, 4, 3), 6, 3)
-    inputs, _ = network.batch()
-    plain, wrapped = network.build(), replace(network, in_module=True).build()
-    assert torch.equal(plain(inputs), wrapped(inputs))
-    optimizers = [woodbury.NaturalGradient(model, network.loss()) for model in (plain, wrapped)]
-    assert [optimizer._problems.structure.chain is not None for optimizer in optimizers] == [True, False]
+    doors = {
+        f"smw-{kind}, {way}" for kind in ("ng", "gn") for way in ("step(x, y)", "step(closure)", "watch=True")
+    }
+    large, small = ["mnist", "cifar10", "webspam"], ["20-50-3", "8-50-50-1"]
+    expected = dict.fromkeys(large, everywhere) | {key: everywhere | {*step.TRAINING} for key in small}
+    by_doors = dict.fromkeys(large, {"sgd"} | doors)
+    for options, rows in (([], expected), (["--module"], expected), (["--doors"], by_doors)):
+        ratios = printed("step", "--repeats", "1", *options)
+        assert {key: set(row) for key, row in ratios.items()} == rows
+        for row in ratios.values():
+            by_name = {name: len(name) / 3 for name in row}
+            assert row == pytest.approx(by_name, rel=1e-4)  # printed with five digits
 
 
 def test_laplacian_times_two_ways_to_the_same_numbers(printed, monkeypatch):
@@ -125,11 +99,6 @@ def test_laplacian_times_two_ways_to_the_same_numbers(printed, monkeypatch):
 # -- growth ---------------------------------------------------------------------------------------------------
 
 
-def test_exponent_is_the_slope_in_logarithms():
-    values = (2.0, 4.0, 8.0)
-    assert scale.exponent(values, [3 * value**1.7 for value in values]) == pytest.approx(1.7)
-
-
 def test_predicted_cost_is_the_papers_table():
     """n = 3 x 4 + 5 x 2 = 22, N2 = 5, widths 2, 4, 2, written out."""
     network = Network((2, 4, 2), samples=9, curvature_samples=5, iterations=7)
@@ -140,6 +109,8 @@ def test_predicted_cost_is_the_papers_table():
 
 
 def test_scale_fits_every_sweep(printed, monkeypatch):
+    values = (2.0, 4.0, 8.0)
+    assert scale.exponent(values, [3 * value**1.7 for value in values]) == pytest.approx(1.7)
     tiny = [(samples, Network((20, 15, 4), samples, 5)) for samples in (10, 20, 40)]
     monkeypatch.setattr(scale, "SWEEPS", dict.fromkeys(scale.SWEEPS, tiny))
     monkeypatch.setattr(scale, "medians_within", lambda steps, seconds: common.median_seconds(steps, 1, warmup=0))
@@ -220,10 +191,9 @@ def test_memory_of_a_step_is_its_peak():
 # -- another commit beside the work tree ----------------------------------------------------------------------
 
 
-def _trajectory(parameter=2.0, condition=3.0):
-    info = {"loss": 4.0, "damping": 1.0}
+def _trajectory(parameter=2.0):
     parameters = {"a": torch.ones(4), "b": torch.tensor([parameter], dtype=torch.float64)}
-    return {"size": 100, "condition": condition, "steps": {2: {"parameters": parameters, **info}}}
+    return {"size": 100, "condition": 3.0, "steps": {2: {"parameters": parameters, "loss": 4.0, "damping": 1.0}}}
 
 
 def test_differences_are_the_largest_relative_ones_and_nan_equals_nan():
@@ -235,16 +205,16 @@ def test_differences_are_the_largest_relative_ones_and_nan_equals_nan():
 
 
 def test_rounding_explains_what_its_bound_says_and_no_more():
-    here = _trajectory()
+    def parameters(other, *here):
+        (entries,) = beside.compare(_trajectory(other), _trajectory(), [_trajectory(own) for own in here]).values()
+        assert entries["loss"]["difference"] == 0.0
+        return entries["parameters"]
+
     rounding = 8 * EPS * 10 * 3 * 2  # sqrt(100), condition, steps
-    (entries,) = beside.compare(_trajectory(2.0 + rounding), here, [_trajectory()]).values()
-    assert entries["parameters"]["bound"] == pytest.approx(rounding, rel=1e-6, abs=0)
-    assert entries["parameters"]["difference"] == pytest.approx(rounding / 2, rel=0.01, abs=0)  # |a| = 2
-    assert entries["loss"]["difference"] == 0.0
-    (noisy,) = beside.compare(_trajectory(2.1), here, [_trajectory(), _trajectory(2.0 + 1e-6)]).values()
-    assert noisy["parameters"]["bound"] == pytest.approx(8 * 0.5e-6)
-    (lost,) = beside.compare(_trajectory(2.1), here, [_trajectory(3.0)]).values()
-    assert lost["parameters"]["bound"] == math.inf
+    assert parameters(2.0 + rounding, 2.0)["bound"] == pytest.approx(rounding, rel=1e-6, abs=0)
+    assert parameters(2.0 + rounding, 2.0)["difference"] == pytest.approx(rounding / 2, rel=0.01, abs=0)  # |a| = 2
+    assert parameters(2.1, 2.0, 2.0 + 1e-6)["bound"] == pytest.approx(8 * 0.5e-6)  # noisy
+    assert parameters(2.1, 3.0)["bound"] == math.inf  # lost
 
 
 def test_a_difference_after_the_fewest_steps_is_a_fault_and_what_a_commit_lacks_is_none(monkeypatch, capsys):
@@ -297,13 +267,9 @@ def test_a_commit_is_exported_and_an_unknown_one_named(tmp_path):
 
 def test_a_measurement_starts_a_process_with_one_thread(monkeypatch):
     calls = []
-
-    def fake_run(command, env):
-        calls.append((command, env))
-        return subprocess.CompletedProcess(command, 3)
-
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("subprocess.run", fake_run)
+    done = subprocess.CompletedProcess([], 3)
+    monkeypatch.setattr("subprocess.run", lambda command, env: (calls.append((command, env)), done)[1])
     assert program.main(["step", "--json"]) == 3
     ((command, environment),) = calls
     assert command == [sys.executable, "-m", "benchmarks", "step", "--json"]
@@ -325,6 +291,9 @@ def test_wrong_usage_is_named_and_ends_with_status_2(arguments, message, monkeyp
     with pytest.raises(SystemExit) as caught:
         program.main(arguments)
     assert caught.value.code == 2 and message in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="needs a CUDA device"):
+            program.main(["gpu", "small"])
 
 
 def test_parts_of_gpu_run_on_the_cpu_with_a_tiny_network(printed, monkeypatch):
@@ -344,42 +313,16 @@ def test_parts_of_gpu_run_on_the_cpu_with_a_tiny_network(printed, monkeypatch):
     assert result["large"]["parameters"] == 23 and result["large"]["residual"] < 1e-4
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_gpu_says_that_there_is_no_device():
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
-        program.main(["gpu", "small"])
-
-
-def test_tables_are_aligned_plain_text():
-    assert step.step_table({"mnist": {"sgd": 1.0, "hf": 20.25}, "webspam": {"sgd": 1.0}}).splitlines()[2:] == [
-        "optimizer  mnist  webspam",
-        "---------  -----  -------",
-        "sgd            1        1",
-        "hf          20.2        -",
-    ]
-    seconds = dict(zip(laplacian.METHODS, (0.5, 2.0), strict=True))
-    last = laplacian.COMMAND.table({"a": seconds}).splitlines()[-1]
-    assert last.split() == ["a", "500", "2,000", "4"]
-
-
 # -- several processes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_bytes_that_are_counted_are_those_of_rows_gram_matrix_and_parameters(printed):
-    """12-8-4 in float32, 16 samples: one row each, or 3 rows of 8 of them and per process a sum of the others."""
+def test_processes_are_timed_with_the_bytes_they_give(printed):
+    """How many of them there are is counted in tests/test_processes.py."""
     result = printed("processes", "--quick")
     assert [entry["processes"] for entry in result["processes"]] == [1, 1, 2, 2]
-    inputs, outputs = 12 + 8, 8 + 4  # of both layers
-    sizes = {"smw-ng": (16, 16, 16), "smw-gn": (8, 24, 24 + 2)}  # curvature samples, rows, columns of K
     for entry in result["processes"]:
-        assert entry["seconds"] > 0
-        if entry["processes"] == 1:
-            assert entry["bytes"] == entry["ddp_bytes"] == 0
-            continue
-        samples, rows, columns = sizes[entry["method"]]
-        assert entry["ddp_bytes"] == 4 * (13 * 8 + 9 * 4)
-        gathered = 4 * (samples * inputs + rows * outputs) / 2 + 4 * rows * columns / 2
-        # and the names of what is gathered, and single numbers: little more than a kilobyte
-        assert 0 <= entry["bytes"] - gathered - entry["ddp_bytes"] < 1200
+        parameters = 4 * (13 * 8 + 9 * 4)  # of 12-8-4 in float32
+        assert entry["seconds"] > 0 and entry["ddp_bytes"] == (parameters if entry["processes"] > 1 else 0)
+        assert entry["bytes"] > entry["ddp_bytes"] or entry["processes"] == 1
     assert "smw-gn" in processes.processes_table(result)

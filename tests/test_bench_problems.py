@@ -123,9 +123,9 @@ def test_what_is_absent_is_left_out_and_never_downloaded(monkeypatch, capsys, tm
 TINY = Problem(
     lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)),
     nn.MSELoss,
-    lambda data_dir: (
-        (torch.linspace(-1, 1, 30).view(10, 3), torch.linspace(0, 1, 10).view(10, 1)),
-        (torch.linspace(-0.9, 0.9, 12).view(4, 3), torch.linspace(0, 1, 4).view(4, 1)),
+    lambda data_dir: tuple(
+        (torch.linspace(-1, 1, 3 * rows).view(rows, 3), torch.linspace(0, 1, rows).view(rows, 1))
+        for rows in (10, 4)
     ),
     batch=4,
     epochs=2,
@@ -192,13 +192,8 @@ def broken(model, loss, loader, **settings):
     raise ArithmeticError("it does\nnot work")
 
 
-@pytest.fixture(scope="module")
-def records():
-    """Of all methods on the tiny problem."""
-    return rivals.run_problem(TINY, seeds=(0, 1))
-
-
-def test_all_methods_run_with_the_same_start_epochs_and_batches(records):
+def test_all_methods_run_with_the_same_start_epochs_and_batches():
+    records = rivals.run_problem(TINY, seeds=(0, 1))
     expected = [(ADAM_CONSTANT, 1e-3), (ADAM, 1e-3), (ADAM, 1e-2), (SGD, 1e-2), (SGD, 1e-1)]
     expected += [(WOODBURY, None), (EQUAL_SECONDS, None)]
     for seed in (0, 1):
@@ -252,19 +247,7 @@ def test_a_summary_takes_medians_the_best_rate_and_ratios():
     assert entry["train_loss"] == entry["ratio"] == entry["test"] == math.inf
 
 
-def test_faults_name_the_run_and_what_is_wrong():
-    records = [record(WOODBURY, 2.0, 0), record(WOODBURY, 2.5, 1), record(WOODBURY, None, 2)]
-    records += [record(WOODBURY, 0.1, 3, finite=False), record(WOODBURY, 0.1, 4, error="ValueError: no")]
-    records += [record(ADAM, 9.0, rate=0.1)]  # not ours
-    assert standings.faults(records) == [
-        "one, woodbury, seed 1: the loss rose from 2 to 2.5",
-        "one, woodbury, seed 2: the loss rose from 2 to inf",
-        "one, woodbury, seed 3: a parameter is not finite",
-        "one, woodbury, seed 4: ValueError: no",
-    ]
-
-
-def test_the_tables_of_problems():
+def test_the_tables_of_problems_and_the_faults():
     records = [record(ADAM, loss, 0, rate, test=0.025) for rate, loss in ((0.1, 0.4), (0.2, 0.5))]
     records += [record(WOODBURY, 0.2, 0, test=0.02, seconds=2.5), record(EQUAL_SECONDS, None, test=0.03)]
     records += [record(WOODBURY, 30.0, seed, test=seed, problem="two", kind=REGRESSION) for seed in (1, 4)]
@@ -273,6 +256,15 @@ def test_the_tables_of_problems():
     assert "one classification - 0.4 0.1* - - 0.2 0.5 2.5 inf inf 1" in lines
     assert "one classification - 2.5 % (2.5 to 2.5) - 2 % (2 to 2) 3 % (3 to 3)" in lines
     assert "two regression - - - 2.5 (1 to 4) -" in lines
+    records = [record(ADAM, 9.0, rate=0.1)]  # not ours
+    records += [record(WOODBURY, loss, seed) for seed, loss in enumerate((2.0, 2.5, None))]
+    records += [record(WOODBURY, 0.1, 3, finite=False), record(WOODBURY, 0.1, 4, error="ValueError: no")]
+    assert standings.faults(records) == [
+        "one, woodbury, seed 1: the loss rose from 2 to 2.5",
+        "one, woodbury, seed 2: the loss rose from 2 to inf",
+        "one, woodbury, seed 3: a parameter is not finite",
+        "one, woodbury, seed 4: ValueError: no",
+    ]
 
 
 # -- the command ----------------------------------------------------------------------------------------------
@@ -304,7 +296,5 @@ def test_the_command_writes_records_and_ends_with_status_1_at_a_fault(tmp_path, 
 def test_jobs_are_processes_and_keep_the_order(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = rivals.bench_problems(["noisy", "friedman"], jobs=2, seeds=(0,), methods=(ADAM_CONSTANT,))
-    assert [[(run["problem"], run["method"]) for run in records] for records in found] == [
-        [("noisy", ADAM_CONSTANT)],
-        [("friedman", ADAM_CONSTANT)],
-    ]
+    runs = [[(run["problem"], run["method"]) for run in records] for records in found]
+    assert runs == [[("noisy", ADAM_CONSTANT)], [("friedman", ADAM_CONSTANT)]]

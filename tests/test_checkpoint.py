@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import problems
 import reference
 import woodbury
+from fuzz.models import Parts
 from woodbury._files import sealed
 from woodbury.fit import checkpoint, run
 
@@ -33,7 +35,8 @@ def smooth(samples=60, seed=0):
 
 def network(*between, seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(2, 6), nn.Tanh(), *between, nn.Linear(6, 1)).double()
+    first, activation, last = problems.mlp(2, 6, 1)
+    return nn.Sequential(first, activation, *between, last).double()
 
 
 def loader(generator=None, sampler=None, size=10):
@@ -55,11 +58,7 @@ class Shuffled:
     """Batches in an order of Python's own."""
 
     def __iter__(self):
-        order = list(range(6))
-        random.shuffle(order)
-        inputs, targets = smooth()
-        for number in order:
-            yield inputs[10 * number : 10 * number + 10], targets[10 * number : 10 * number + 10]
+        yield from random.sample(batches(), 6)
 
 
 def draw(count):
@@ -84,11 +83,7 @@ FITS = {
     "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 45)),
     "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 17)),
     "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 18)),
-    "own generator": (
-        network,
-        lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING},
-        (3, 6, 13),
-    ),
+    "own generator": (network, lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING}, (3, 6, 13)),
     "validation loader": (network, lambda: {"data": loader(), **TRAINING, "validation": loader(size=7)}, (5, 13)),
     "own sampler": (network, lambda: {"data": by_sampler(), **TRAINING}, (3, 8)),
     "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 11)),
@@ -156,10 +151,8 @@ def test_a_fit_that_was_killed_ends_as_one_that_was_not(name, tmp_path):
 def test_a_resume_leaves_random_numbers_alone_where_the_fit_draws_none(tmp_path):
     arguments = {"data": smooth(), "seed": 0}
     fitted(network(), arguments, steps=3, checkpoint=tmp_path / "fit")
-    model = network()
-    start(5)
     state = torch.get_rng_state()
-    fitted(model, arguments, steps=5, resume=tmp_path / "fit")
+    fitted(network(), arguments, steps=5, resume=tmp_path / "fit")
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -249,8 +242,7 @@ def test_it_is_written_after_the_first_step_every_30_seconds_and_at_the_end(tmp_
     monkeypatch.setattr(checkpoint, "INTERVAL", 30.0)
     written, clock = [], [0.0]
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
-    write = checkpoint.write_whole
-    monkeypatch.setattr(checkpoint, "write_whole", lambda *own: (written.append(clock[0]), write(*own)))
+    monkeypatch.setattr(checkpoint, "write_whole", lambda *file: written.append(clock[0]))
 
     def pass_time(fit):
         clock[0] += 7.0
@@ -275,16 +267,6 @@ class Interrupt:
                 raise KeyboardInterrupt
 
 
-class Layer(nn.Module):
-    def __init__(self, interrupt):
-        super().__init__()
-        self.interrupt = interrupt
-
-    def forward(self, inputs):
-        self.interrupt.at("training" if self.training else "evaluation")
-        return inputs
-
-
 class Loader:
     def __init__(self, data, interrupt, place):
         self.data, self.interrupt, self.place = data, interrupt, place
@@ -298,17 +280,23 @@ class Loader:
 def interrupted(kind, place, at):
     """A fit and its model."""
     interrupt = Interrupt(place, at)
-    model = network(Layer(interrupt))
-    data = {
-        "pair": lambda: smooth(),
-        "loader": lambda: Loader(smooth(), interrupt, "loader"),
-        "sampler": lambda: lambda count: (interrupt.at("sampler"), draw(count))[1],
-    }[kind]()
-    validation = Loader(OTHERS, interrupt, "validation loader") if kind == "loader" else OTHERS
-    budget = {"epochs": 4} if kind == "loader" else {"steps": 8, "patience": 8}
-    budget |= {"samples": 30} if kind == "sampler" else {}
-    callback = lambda fit: interrupt.at("callback")  # noqa: E731
-    fit = fitted(model, {"data": data, "validation": validation, "callback": callback, "seed": 0, **budget})
+
+    def watched(layer, inputs):
+        interrupt.at("training" if layer.training else "evaluation")
+        return inputs
+
+    def sampler(count):
+        interrupt.at("sampler")
+        return draw(count)
+
+    model = network(Parts(watched))
+    data = {"pair": smooth(), "loader": Loader(smooth(), interrupt, "loader"), "sampler": sampler}[kind]
+    settings = {"data": data, "validation": OTHERS, "steps": 8, "patience": 8}
+    if kind == "loader":
+        settings = {"data": data, "validation": Loader(OTHERS, interrupt, "validation loader"), "epochs": 4}
+    elif kind == "sampler":
+        settings["samples"] = 30
+    fit = fitted(model, settings, callback=lambda fit: interrupt.at("callback"), seed=0)
     interrupt.place = None
     return fit, model
 

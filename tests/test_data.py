@@ -13,15 +13,15 @@ import struct
 import sys
 import tarfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import processes
-from woodbury.experiments import files as files_module
 from woodbury.experiments.data import (
     DATASETS,
     Dataset,
@@ -74,33 +74,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "toy"
 
 
-class Server:
-    """A folder on the local network that counts what is asked of it."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.requests: list[str] = []
-        self.url = ""
-
-    def publish(self, name: str, content: bytes) -> str:
-        (self.root / name).write_bytes(content)
-        return f"{self.url}/{name}"
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    root = tmp_path / "published"
+def server(tmp_path):
+    """A folder on the local network that notes what is asked of it."""
+    root, requests = tmp_path / "published", []
     root.mkdir()
-    served = Server(root)
 
     class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *arguments: object) -> None:
-            served.requests.append(self.path)
+        def log_message(self, format, *arguments):
+            requests.append(self.path)
+
+    def publish(name, content):
+        (root / name).write_bytes(content)
+        return f"{url}/{name}"
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=root)) as listener:
-        served.url = f"http://127.0.0.1:{listener.server_address[1]}"
+        url = f"http://127.0.0.1:{listener.server_address[1]}"
         threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
-        yield served
+        yield SimpleNamespace(url=url, requests=requests, publish=publish)
         listener.shutdown()
 
 
@@ -174,7 +165,7 @@ def test_an_unreadable_file_is_named(folder, monkeypatch):
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(files_module, "_open", refuse)
+    monkeypatch.setattr("woodbury.experiments.files._open", refuse)
     assert refusal(Files("toy", folder), table()).startswith(f"cannot read {path}: Permission denied; ")
 
 
@@ -204,8 +195,7 @@ def test_the_error_of_a_failed_download_says_what_to_put_where(server, cache):
             assert fact in message
 
 
-def test_the_error_without_pooch_says_what_to_install(monkeypatch):
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+def test_the_error_without_pooch_says_what_to_install(cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
     message = refusal(Files("toy"), table())
     assert "downloading needs pooch: pip install" in message and ENVIRONMENT_VARIABLE in message
@@ -260,46 +250,32 @@ def idx(values: Tensor) -> bytearray:
     return bytearray(header + bytes(values.flatten().tolist()))
 
 
-@pytest.mark.parametrize("shape", [(5,), (3, 2, 4)])
-def test_idx_gives_the_array_that_was_written(shape):
-    values = torch.randint(256, shape, dtype=torch.uint8)
-    assert torch.equal(read_idx(idx(values)), values)
-
-
-def test_cifar_gives_planes_and_labels():
-    pixels = torch.randint(256, (4, 3072), dtype=torch.uint8)
-    labels = [3, 0, 9, 1]
-    records = b"".join(bytes([label, *row.tolist()]) for label, row in zip(labels, pixels, strict=True))
-    found_pixels, found_labels = read_cifar(bytearray(records))
-    assert torch.equal(found_pixels, pixels)
-    assert found_labels.dtype == torch.int64 and found_labels.tolist() == labels
-
-
 def covtype_lines(rows: list[list[int]], end: str = "\n") -> bytearray:
     return bytearray(("\n".join(",".join(map(str, row)) for row in rows) + end).encode())
-
-
-@pytest.mark.parametrize("end", ["\n", ""])
-def test_covtype_gives_features_and_classes(end):
-    pytest.importorskip("numpy")
-    rows = torch.randint(-500, 8000, (6, 55))
-    rows[:, -1] = torch.tensor([1, 2, 3, 7, 2, 5])
-    features, classes = read_covtype(covtype_lines(rows.tolist(), end))
-    assert torch.equal(features.long(), rows[:, :-1])
-    assert classes.tolist() == [1, 2, 3, 7, 2, 5]
 
 
 WEBSPAM_LINES = b"+1 1:0.5 254:0.25\n-1 \n-1 2:0.125 3:1e-3\n+1 254:1\n-1 7:2\n"
 
 
-def test_libsvm_gives_dense_features_and_one_target_per_row():
+def test_readers_give_what_was_written():
     pytest.importorskip("sklearn")
-    features, targets = read_libsvm(bytearray(WEBSPAM_LINES), rows=5, features=254)
+    for shape in ((5,), (3, 2, 4)):
+        values = torch.randint(256, shape, dtype=torch.uint8)
+        assert torch.equal(read_idx(idx(values)), values)
+    pixels, labels = torch.randint(256, (4, 3072), dtype=torch.uint8), [3, 0, 9, 1]
+    records = b"".join(bytes([label, *row.tolist()]) for label, row in zip(labels, pixels, strict=True))
+    found, classes = read_cifar(bytearray(records))
+    assert torch.equal(found, pixels) and classes.dtype == torch.int64 and classes.tolist() == labels
+    rows = torch.randint(-500, 8000, (6, 55))
+    rows[:, -1] = torch.tensor([1, 2, 3, 7, 2, 5])
+    for end in ("\n", ""):
+        found, classes = read_covtype(covtype_lines(rows.tolist(), end))
+        assert torch.equal(found.long(), rows[:, :-1]) and classes.tolist() == [1, 2, 3, 7, 2, 5]
+    found, targets = read_libsvm(bytearray(WEBSPAM_LINES), rows=5, features=254)
     expected = torch.zeros(5, 254)
     expected[0, 0], expected[0, 253], expected[2, 1], expected[2, 2] = 0.5, 0.25, 0.125, 1e-3
     expected[3, 253], expected[4, 6] = 1.0, 2.0
-    assert features.dtype == targets.dtype == torch.float32
-    assert torch.equal(features, expected)
+    assert found.dtype == targets.dtype == torch.float32 and torch.equal(found, expected)
     assert targets.tolist() == [[1.0], [0.0], [0.0], [1.0], [0.0]]
 
 
@@ -340,21 +316,18 @@ def test_webspam_is_checked_by_its_shape(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32, torch.float64])
 def test_standardise_is_what_numpy_computes(dtype):
     numpy = pytest.importorskip("numpy")
-    train = torch.randint(256, (50, 130), dtype=torch.uint8)
+    train, test = (torch.randint(256, (rows, 130), dtype=torch.uint8).to(dtype) for rows in (50, 20))
     train[:, 7] = 3
     train[:, 100] = 255
     train[0, 101], train[1:, 101] = 1, 0
-    test = torch.randint(256, (20, 130), dtype=torch.uint8)
-    copy = train.clone().to(dtype), test.clone().to(dtype)
-
-    reference, reference_test = train.numpy().astype(float), test.numpy().astype(float)
-    mean, deviation = reference.mean(axis=0), reference.std(axis=0)
+    copy = train.clone()
+    mean, deviation = train.double().numpy().mean(axis=0), train.double().numpy().std(axis=0)
     deviation[deviation == 0] = 1.0
-    results = standardise(*copy)
-    for values, expected in zip(results, (reference, reference_test), strict=True):
+    for values, raw in zip(standardise(train, test), (train, test), strict=True):
         assert values.dtype == torch.float32
-        numpy.testing.assert_allclose(values.numpy(), (expected - mean) / deviation, rtol=1e-6, atol=1e-6)
-    assert torch.equal(copy[0], train.to(dtype)), "the argument was changed"
+        expected = (raw.double().numpy() - mean) / deviation
+        numpy.testing.assert_allclose(values.numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(copy, train), "the argument was changed"
 
 
 def test_constants_are_exactly_zero_and_small_deviations_around_large_means_keep_their_digits():
@@ -367,17 +340,13 @@ def test_constants_are_exactly_zero_and_small_deviations_around_large_means_keep
     assert scaled.double().mean().abs() < 1e-6
 
 
-def test_a_split_is_complete_without_overlap_and_the_same_every_time():
-    train, test = split(1000, 700)
-    assert len(train) == 700 and sorted([*train.tolist(), *test.tolist()]) == list(range(1000))
+def test_a_split_is_complete_the_same_every_time_and_keeps_inputs_and_targets_together():
     # The rows themselves belong to the data sets: other ones would be other data sets under the same names.
     assert split(10, 7)[0].tolist() == [4, 1, 7, 5, 3, 9, 0]
-
-
-def test_the_two_parts_of_a_split_keep_inputs_and_targets_together():
-    rows = torch.arange(100.0).unsqueeze(1)
-    data = split_dataset(rows, (rows % 3 == 0).float(), train_rows=60)
-    train, test = split(100, 60)
+    rows = torch.arange(1000.0).unsqueeze(1)
+    data = split_dataset(rows, (rows % 3 == 0).float(), train_rows=700)
+    train, test = split(1000, 700)
+    assert len(train) == 700 and sorted([*train.tolist(), *test.tolist()]) == list(range(1000))
     mean, deviation = rows[train].double().mean(), rows[train].double().std(correction=0)
     parts = (data.train_inputs, data.train_targets, train), (data.test_inputs, data.test_targets, test)
     for inputs, targets, rows in parts:
@@ -400,18 +369,6 @@ def test_every_data_set_is_described_in_a_line_and_says_where_its_first_file_sho
         with pytest.raises(DataError) as caught:
             load_dataset(name, tmp_path)
         assert str(caught.value).startswith(str(tmp_path / name)) and "https://" in str(caught.value)
-
-
-def test_digits_split_is_fixed_stratified_and_complete():
-    pytest.importorskip("sklearn")
-    first, second = load_dataset("digits"), load_dataset("digits")
-    assert torch.equal(first.train_inputs, second.train_inputs)
-    assert (len(first.train_inputs), len(first.test_inputs)) == (1347, 450)
-    assert isinstance(first.loss(), nn.CrossEntropyLoss)
-    share = torch.bincount(first.train_targets) / torch.bincount(
-        torch.cat([first.train_targets, first.test_targets])
-    )
-    assert (share - 1347 / 1797).abs().max() < 0.01
 
 
 def read_without_extras(folder: Path) -> None:
@@ -445,7 +402,8 @@ SHAPES = {
     "covtype": (300_000, 281_012, 54, 2),
     "webspam": (300_000, 50_000, 254, 2),
 }
-COUNTS = {  # training and test rows of each class
+COUNTS = {  # training and test rows of each class; those of the digits are stratified
+    "digits": ([133, 136, 133, 137, 136, 136, 136, 134, 131, 135], [45, 46, 44, 46, 45, 46, 45, 45, 43, 45]),
     "mnist": (
         [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
         [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009],

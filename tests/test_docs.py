@@ -11,6 +11,7 @@ import torch
 
 import woodbury
 from test_imports import FLOORS, ROOMS
+from test_readme import blocks
 
 ROOT = Path(__file__).parent.parent
 METHOD = ROOT / "docs" / "method.md"
@@ -19,14 +20,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 NAME = re.compile(r"(?<![\w./-])woodbury(?:\.[A-Za-z_]\w*)+")
 TEST = re.compile(r"\b(tests/\w+\.py)(?:::(\w+))?")
-# each stands on its own; those marked "python" are run by test_readme
-MODELS = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-DOORS = {
-    "deepxde",
-    "lightning",
-    "pina",
-    "skorch",
-}  # whose libraries may not be installed: they are read, not imported
+DOORS = {"deepxde", "lightning", "pina", "skorch"}  # whose libraries may not be installed: read, not imported
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
@@ -118,18 +112,12 @@ def test_every_item_of_the_paper_has_a_function_and_a_test():
         if not line.startswith("|"):
             break
         item, function, test = (cell.strip() for cell in line.strip("|").split(" | "))
-        assert names(function), item
+        assert len(names(function)) == 1 if re.match(r"\(\d\)", item) else names(function), item  # one place
         assert all(name for _, name in TEST.findall(test)) and TEST.search(test), item
         items[item] = function
     expected = [f"({number})" for number in range(1, 8)] + [f"Algorithm {number}," for number in range(1, 8)]
     for label in [*expected, "rule for lambda", "its constants", "Lemma 1", "Theorem 1", "footnote", "cost"]:
         assert any(item.startswith(label) for item in items), label
-
-
-def test_every_equation_of_the_paper_has_one_place():
-    for line in METHOD.read_text(encoding="utf-8").splitlines():
-        if re.match(r"\| \(\d\) ", line):
-            assert len(names(line.split(" | ")[1])) == 1, line
 
 
 def test_the_map_is_that_of_the_imports():
@@ -145,19 +133,20 @@ def test_the_map_is_that_of_the_imports():
 
 
 def test_code_about_precision_runs(capsys):
-    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    page = ROOT / "docs" / "precision.md"
     names = {}  # one after the other, as a reader types them
-    for code in re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL):
+    for code in blocks(page, "py"):
         exec(compile(code, "docs/precision.md", "exec"), names)
     assert names["fit"].reason == "tolerance" and names["info"].loss < 1e-2
     assert names["result"].success and names["many"].x.shape == (1000, 3)
     for line in capsys.readouterr().out.splitlines()[-5:]:
         if "+-" in line:  # four digits of a well-conditioned fit
-            assert line in page
+            assert line in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("number, code", list(enumerate(MODELS)))
+@pytest.mark.parametrize("number, code", list(enumerate(blocks(ROOT / "docs" / "models.md", "py"))))
 def test_code_about_models_runs_and_its_steps_verify(number, code):
+    """Each stands on its own; those marked "python" are run by test_readme."""
     torch.manual_seed(number)
     names = {}
     exec(compile(code, "docs/models.md", "exec"), names)
@@ -210,19 +199,13 @@ def test_every_public_name_is_in_the_reference():
     assert missing == ["__version__"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["woodbury.Rows.grams", "woodbury.nothing", "woodbury.row_matrix.Rows.gram.x", "woodbury.optim.smw.solve"],
-)
-def test_a_wrong_name_is_noticed(name):
-    assert names(f"see `{name}(x)`") == [name]
-    with pytest.raises(AttributeError):
-        resolve(name)
-
-
-def test_a_wrong_test_or_link_is_noticed():
+def test_a_wrong_name_test_or_link_is_noticed():
+    for name in ("Rows.grams", "nothing", "row_matrix.Rows.gram.x", "optim.smw.solve"):
+        assert names(f"see `woodbury.{name}(x)`") == [f"woodbury.{name}"]
+        with pytest.raises(AttributeError):
+            resolve(f"woodbury.{name}")
     assert TEST.findall("`tests/test_docs.py::test_a`") == [("tests/test_docs.py", "test_a")]
     assert not has_test("tests/test_docs.py", "test_a")
     assert not has_test("tests/test_nothing.py", "")
-    assert has_test("tests/test_docs.py", "test_a_wrong_test_or_link_is_noticed")
+    assert has_test("tests/test_docs.py", "test_a_wrong_name_test_or_link_is_noticed")
     assert missing_links(METHOD, "[a](method.md#x) [b](gone.md) [c](https://a.b/c) [d](#e)") == ["gone.md"]

@@ -169,12 +169,20 @@ def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(tmp_path, monk
 # -- a run that is interrupted ----------------------------------------------------------------------------------
 
 
+# a whole number as damping becomes a fraction on the way
+SETTINGS: dict[str, Any] = {
+    "kfac": {"refresh": 3},
+    "smw-gn": {"damping": {"LevenbergMarquardt": {"initial": 10}}},
+    "smw-ng": {"damping": {"Constant": {"initial": 2}}},
+    "hf": {"damping": 3},
+}
+
+
 @pytest.mark.parametrize(
     "optimizer, dtype", [(name, ("float32", "float64")[index % 2]) for index, name in enumerate(OPTIMIZERS)]
 )
 def test_every_optimizer_trains_and_an_interrupted_run_ends_like_one_without_a_break(optimizer, dtype, tmp_path):
-    settings = {"refresh": 3} if optimizer == "kfac" else {}
-    config = dataclasses.replace(tiny_config(optimizer, **settings), dtype=dtype)
+    config = dataclasses.replace(tiny_config(optimizer, **SETTINGS.get(optimizer, {})), dtype=dtype)
     train(config, tmp_path / "whole", data=DATA)
     # 5 steps per epoch: stopped in the middle of the first epoch, at its end, and in the middle of the third
     for steps in (2, 3, 7):

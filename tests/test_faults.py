@@ -38,7 +38,6 @@ from test_optim_contract import (
     theta_of,
 )
 from woodbury._vector import flatten
-from woodbury.linalg import factor_cholesky, reciprocal_condition
 from woodbury.losses import rules as loss_rules
 from woodbury.optim import BadSamplesError, NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
@@ -71,12 +70,6 @@ def own_loss(register, values, forward=None):
     return Own()
 
 
-def without(problem, *bad):
-    """The same problem without some samples."""
-    kept = [index for index in range(len(problem.inputs)) if index not in bad]
-    return problems.Problem(problem.model, problem.loss, problem.inputs[kept], problem.targets[kept])
-
-
 # -- one bad sample -------------------------------------------------------------------------------------------
 
 
@@ -91,24 +84,18 @@ def division():
     return Parts(lambda m, x: m.a(1 / x), a=nn.Linear(3, 2))
 
 
-def with_model(problem, model):
-    """A model that the bad sample, 0 throughout, is too much for."""
+def too_much(problem, model, scale=0.0):
+    """A model that the bad sample, scaled, is too much for."""
     problem.model = model.double()
-    problem.inputs[BAD] = 0
-
-
-def overflow(problem):
-    """Squares of linear outputs beyond the type."""
-    problem.model = nn.Linear(3, 2).double()
-    problem.inputs[BAD] *= 1e200
+    problem.inputs[BAD] *= scale
 
 
 FAULTS = {
     "inputs": lambda problem: problem.inputs[BAD, 1:2].fill_(NAN),
     "targets": lambda problem: problem.targets[BAD, :1].fill_(INF),
-    "loss": lambda problem: with_model(problem, division()),  # finite inputs and targets; the model gives inf
-    "gradient": lambda problem: with_model(problem, root()),  # a finite loss; only its derivative is not
-    "overflow": overflow,
+    "loss": lambda problem: too_much(problem, division()),  # finite inputs and targets; the model gives inf
+    "gradient": lambda problem: too_much(problem, root()),  # a finite loss; only its derivative is not
+    "overflow": lambda problem: too_much(problem, nn.Linear(3, 2), 1e200),  # squares of outputs beyond the type
 }
 
 
@@ -155,14 +142,13 @@ def test_bad_samples_of_a_dictionary_are_named():
 @every_second_order
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
 def test_a_bad_sample_of_a_loader_moves_nothing(kind, fault):
-    problem, bad = with_fault(fault), with_fault(fault)
-    clean = without(problem, BAD)
-    loader = [(clean.inputs, clean.targets), (bad.inputs, bad.targets)]
-    before = state_of(clean.model)
+    problem = with_fault(fault)
+    batch = problem.inputs[:BAD], problem.targets[:BAD]
+    before = state_of(problem.model)
     told = pytest.raises(NonFiniteLossError) if fault == "loss" else pytest.warns(RuntimeWarning, match="rejected")
     with told:
-        build(kind, clean).step(clean.inputs, clean.targets, full=loader)
-    assert_same(state_of(clean.model), before)
+        build(kind, problem).step(*batch, full=[batch, (problem.inputs, problem.targets)])
+    assert_same(state_of(problem.model), before)
 
 
 @over([kind for kind in SECOND_ORDER if method(kind).any_layer])
@@ -197,15 +183,14 @@ def test_a_gradient_beyond_the_type_is_a_rejected_step_with_a_warning(kind):
 
 
 @every_second_order
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_huge_range_of_values_gives_a_finite_step_or_a_rejected_one(kind):
     for size in (1e-30, 1e-15, 1e10, 1e15):
         model = problems.mlp(3, 6, 2)
         inputs, targets = torch.randn(8, 3), torch.randn(8, 2)
         inputs[::2] *= size
         targets[1::2] *= size
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            info = OPTIMIZERS[kind](model, nn.MSELoss()).step(inputs, targets)
+        info = OPTIMIZERS[kind](model, nn.MSELoss()).step(inputs, targets)
         assert torch.isfinite(theta_of(model)).all()
         assert info.accepted or info.ratio == -INF
 
@@ -235,17 +220,14 @@ def test_a_damping_of_1e_minus_30_in_float32_is_told_of_or_gives_the_right_step(
     kind = woodbury.GaussNewton if curvature == "gauss-newton" else woodbury.NaturalGradient
     for seed in range(6):
         torch.manual_seed(seed)
-        model, x, t = problems.mlp(3, 8, 1), torch.randn(3, 3), torch.randn(3 + seed % 2 * 3, 1)
-        x = x.repeat(2, 1)
-        t = t if len(t) == 6 else t.repeat(2, 1)
-        optimizer = kind(model, nn.MSELoss(), damping=1e-30)
+        model, x, t = problems.mlp(3, 8, 1), torch.randn(3, 3).repeat(2, 1), torch.randn(6, 1)
+        t[3:] = t[:3] if seed % 2 == 0 else t[3:]
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            p = flatten(optimizer.direction(x, t)).double()
+            p = flatten(kind(model, nn.MSELoss(), damping=1e-30).direction(x, t)).double()
         if any("nearly singular" in str(one.message) or "damping raised" in str(one.message) for one in seen):
             continue
-        wide = copy.deepcopy(model).double()
-        samples = reference.per_sample(wide, nn.MSELoss(), x.double(), t.double())
+        samples = reference.per_sample(model.double(), nn.MSELoss(), x.double(), t.double())
         B = reference.curvature_matrix(samples, curvature)
         g = sum(J.T @ r for J, r, _ in samples) / len(samples)
         assert reference.relative_error(p, -torch.linalg.pinv(B, rcond=1e-10) @ g) < 0.05
@@ -270,18 +252,6 @@ def test_a_nearly_singular_system_warns_once(space, dtype):
         warnings.simplefilter("error")
         for damping in (1e-3, 1e4 * eps):  # an error below 1e-3
             woodbury.GaussNewton(copy.deepcopy(model), nn.MSELoss(), damping=damping).step(x, t)
-
-
-def test_the_condition_of_a_cholesky_factor_bounds_that_of_the_matrix():
-    """lmin <= min L_ii^2 and max L_ii^2 <= lmax for any positive definite matrix."""
-    for _ in range(20):
-        a = torch.randn(3, 6, 9).double() * torch.logspace(0, -3, 6).double().unsqueeze(1)
-        matrix = a @ a.mT
-        eigenvalues = torch.linalg.eigvalsh(matrix)
-        exact = (eigenvalues[:, 0] / eigenvalues[:, -1]).min()
-        shown = reciprocal_condition(factor_cholesky(matrix)[0])
-        assert exact <= shown + bounds.rounding(6)  # relative to lmax
-    assert reciprocal_condition(factor_cholesky(torch.eye(4))[0]) == 1
 
 
 def test_the_condition_is_looked_at_again_where_the_damping_falls():
@@ -324,26 +294,24 @@ def test_conjugate_gradients_that_stop_short_warn_and_the_step_is_rejected(kind,
 def test_levenberg_marquardt_stays_between_its_bounds():
     up, down = woodbury.LevenbergMarquardt(boost=10.0), woodbury.LevenbergMarquardt(drop=0.1, floor=0.0)
     high = low = 1.0
-    for _ in range(5000):
+    for _ in range(50):
         high, low = up.next(high, -INF), down.next(low, 1.0)
     assert high == 1e18 and low == 1e-18
     assert up.next(high, 1.0) == 0.99e18 and down.next(low, 0.0) == 1.01e-18  # and comes back
     # the same numbers as on a device
     assert up.next(torch.tensor(high).double(), torch.tensor(-INF).double()) == 1e18
-    for value in (high, low):
-        squared = torch.tensor(value, dtype=torch.float32).square()
-        assert torch.isfinite(squared) and squared > 0
+    squares = torch.tensor([high, low], dtype=torch.float32).square()
+    assert (torch.isfinite(squares) & (squares > 0)).all()
 
 
 @every_second_order
 @pytest.mark.parametrize("value", [1e18, 1e-18])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_step_at_the_bounds_of_the_damping_is_finite(kind, value):
     for dtype in (torch.float32, torch.float64):
         problem = problems.make("softmax", dtype)
         policy = woodbury.LevenbergMarquardt(initial=value, floor=0.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            info = build(kind, problem, damping=policy).step(problem.inputs, problem.targets)
+        info = build(kind, problem, damping=policy).step(problem.inputs, problem.targets)
         assert torch.isfinite(theta_of(problem.model)).all() and torch.isfinite(info.loss)
         if value > 1:  # p is the gradient over lambda, and the loss falls by less than its rounding error
             noise = torch.finfo(dtype).eps * info.loss
@@ -356,21 +324,18 @@ def test_a_damping_that_is_no_positive_number_is_refused_before_anything_moves(k
     class Broken:
         initial, floor = 1.0, 0.0
 
-        def __init__(self, value):
-            self.value = value
-
         def next(self, value, ratio):
-            return self.value
+            return broken
 
-    for value in (NAN, INF, 0.0, -1.0):
+    for broken in (NAN, INF, 0.0, -1.0):
         problem = problems.make("softmax")
-        optimizer = build(kind, problem, damping=Broken(value))
+        optimizer = build(kind, problem, damping=Broken())
         before, state = state_of(problem.model), pickle.dumps(optimizer.state_dict())
         with pytest.raises(ValueError, match="damping must be positive and finite, and Broken gives"):
             optimizer.step(problem.inputs, problem.targets)
         assert_same(state_of(problem.model), before)
         assert pickle.dumps(optimizer.state_dict()) == state
-        optimizer.state["damping"] = value  # as from a file
+        optimizer.state["damping"] = broken  # as from a file
         with pytest.raises(ValueError, match="damping must be positive and finite"):
             optimizer.step(problem.inputs, problem.targets)
 
@@ -401,14 +366,14 @@ CHANGES = {
 
 
 @every_pair(kind=SECOND_ORDER, change=CHANGES, name=["softmax", "logistic", "squared"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_data_without_information_give_the_dense_step_and_finite_numbers(kind, change, name):
     problem = problems.make(name)
     change(problem)
     optimizer = build(kind, problem, TIGHT, damping=0.1)
-    everything = list(range(len(problem.inputs)))
     p = flatten(optimizer.direction(problem.inputs, problem.targets))
     if method(kind).solves:
-        expected, B, _ = dense(kind, problem, everything, 0.1)
+        expected, B, _ = dense(kind, problem, list(range(len(problem.inputs))), 0.1)
         condition = bounds.condition(B, 0.1)
         error = bounds.of_solve(B, 0.1) + method(kind).tolerance * condition
         # residuals, differences of numbers up to 1, move g by eps |J|, which is at most sqrt(lmax)
@@ -422,11 +387,9 @@ def test_data_without_information_give_the_dense_step_and_finite_numbers(kind, c
     problem = problems.make(name, torch.float32)
     change(problem)
     optimizer = build(kind, problem)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        for _ in range(10):
-            info = optimizer.step(problem.inputs, problem.targets)
-            assert torch.isfinite(info.loss) and not torch.isnan(info.ratio)
+    for _ in range(10):
+        info = optimizer.step(problem.inputs, problem.targets)
+        assert torch.isfinite(info.loss) and not torch.isnan(info.ratio)
     assert torch.isfinite(theta_of(problem.model)).all()
 
 
@@ -465,15 +428,9 @@ def float32_problem():
 
 @cache
 def exact_system(loss):
-    """The same in float64 with dense Jacobians, which are computed once."""
+    """A function that gives p in float64 by dense matrices, from Jacobians which are computed once."""
     model, x, t = float32_problem()
     return reference.dense_system(model.double(), loss, x.double(), t.double(), list(range(12)))
-
-
-def single_precision(loss, damping, curvature="gauss-newton", blocks="full"):
-    """A float32 model, a batch, and p in float64 by dense matrices."""
-    exact, _, _ = exact_system(loss)(damping, curvature, blocks)
-    return *float32_problem(), exact
 
 
 @pytest.mark.parametrize("damping", DAMPINGS)
@@ -484,7 +441,7 @@ def test_a_registered_loss_keeps_its_digits_in_float32(damping, register):
     the error. With gram_dtype=torch.float64 what is left is the rounding of the rows, 1e-6 measured.
     """
     loss = own_loss(register, lambda outputs, targets: (outputs - targets).square().mean(1))
-    model, x, t, exact = single_precision(loss, damping)
+    (model, x, t), (exact, _, _) = float32_problem(), exact_system(loss)(damping, "gauss-newton")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         for dtype, bound in ((None, 1e-3), (torch.float64, 1e-4)):
@@ -506,7 +463,7 @@ def test_full_warns_where_digits_are_lost(kind, solver, gram_dtype):
     curvature, blocks = method(kind).curvature, arguments(kind)["blocks"]
     settings = {"solver": solver, "gram_dtype": gram_dtype}
     for damping in (1e-2, *DAMPINGS):
-        model, x, t, exact = single_precision(SQUARED, damping, curvature, blocks)
+        (model, x, t), (exact, _, _) = float32_problem(), exact_system(SQUARED)(damping, curvature, blocks)
         optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), damping=damping, **settings)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -574,29 +531,26 @@ def test_pos_weight_of_any_shape_is_that_of_torch_or_refused_by_its_shape(shape,
     weight = 1 + torch.rand(weight).double()
     loss = nn.BCEWithLogitsLoss(pos_weight=weight)
     outputs, targets = torch.randn(shape).double(), torch.rand(shape).double()
-    rule = loss_rules.loss_rule(loss)
-    flat = outputs.flatten(1) if len(shape) > 1 else outputs.unsqueeze(1)
+    rule, flat = loss_rules.loss_rule(loss), outputs.reshape(shape[0], -1)
+    try:
+        each = F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none")
+    except RuntimeError:
+        each = None
     try:
         prepared = rule.prepare(loss, outputs, targets)
         values = rule.values(loss, flat, prepared)
     except ValueError as error:
         assert f"pos_weight=...) of shape {tuple(weight.shape)}" in str(error)
-        try:  # torch cannot either, or weights differ between samples
-            each = F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none")
-        except RuntimeError:
-            return
-        assert weight.dim() >= len(shape) and (weight.shape[0] == shape[0] or each.dim() > len(shape))
+        if each is not None:  # torch can; weights differ between samples
+            assert weight.dim() >= len(shape) and (weight.shape[0] == shape[0] or each.dim() > len(shape))
         return
-    each = F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none")
-    torch.testing.assert_close(values, each.flatten(1).mean(1) if len(shape) > 1 else each)
+    torch.testing.assert_close(values, each.reshape(shape[0], -1).mean(1))
     torch.testing.assert_close(rule.total(loss, flat, prepared), values.sum())
-    point = outputs.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(shape[0] * loss(point, targets), point, create_graph=True)
+    slopes, hessians = reference.loss_derivatives(loss, outputs, targets)
     residual = rule.residual(loss, flat, prepared)
-    torch.testing.assert_close(residual, slope.detach().reshape(residual.shape))
-    (diagonal,) = torch.autograd.grad(slope.sum(), point)
+    torch.testing.assert_close(residual, shape[0] * slopes)
     columns, e = rule.factor(loss, flat, prepared)
-    torch.testing.assert_close((columns.mT @ columns).diagonal(dim1=1, dim2=2), diagonal.reshape(residual.shape))
+    torch.testing.assert_close(columns.mT @ columns, shape[0] * hessians)
     torch.testing.assert_close((columns.mT @ e.unsqueeze(2)).squeeze(2), residual)
 
 
@@ -655,58 +609,51 @@ def test_verify_sees_a_rule_that_disagrees_with_its_loss(kind, register):
 
 @every_second_order
 def test_options_of_the_loss_changed_later_act_as_if_it_had_been_built_with_them(kind):
-    changes = [
-        ("softmax", {"label_smoothing": 0.3}),
-        ("softmax", {"ignore_index": 0}),
-        ("logistic-many", {"pos_weight": torch.tensor([3.0, 1.0, 0.5]).double()}),
-        ("logistic", {"weight": torch.tensor([3.0]).double()}),
-        ("softmax", {"weight": torch.tensor([3.0, 1.0, 0.5, 2.0]).double()}),
-        ("softmax", {"reduction": "sum"}),
-        ("huber", {"delta": 0.1}),
-    ]
-    for name, options in changes:
+    for name, option, value in (
+        ("softmax", "label_smoothing", 0.3),
+        ("softmax", "ignore_index", 0),
+        ("logistic-many", "pos_weight", torch.tensor([3.0, 1.0, 0.5]).double()),
+        ("logistic", "weight", torch.tensor([3.0]).double()),
+        ("softmax", "weight", torch.tensor([3.0, 1.0, 0.5, 2.0]).double()),
+        ("softmax", "reduction", "sum"),
+        ("huber", "delta", 0.1),
+    ):
         changed, built = problems.make(name), problems.make(name)
         optimizer = build(kind, changed, TIGHT, damping=0.1)
         optimizer.step(changed.inputs, changed.targets)
         built.model.load_state_dict(changed.model.state_dict())
-        for option, value in options.items():
-            setattr(changed.loss, option, value)
-        built.loss = type(built.loss)(**options)
-        fresh = build(kind, built, TIGHT, damping=0.1)
+        setattr(changed.loss, option, value)
+        built.loss = type(built.loss)(**{option: value})
         if method(kind).solves and not method(kind).tolerance:
             check_verify(kind, optimizer, changed.inputs, changed.targets)
         a = optimizer.step(changed.inputs, changed.targets)
-        b = fresh.step(built.inputs, built.targets)
-        assert a.loss == b.loss, (name, options)
+        b = build(kind, built, TIGHT, damping=0.1).step(built.inputs, built.targets)
+        assert a.loss == b.loss, (name, option)
 
 
 @every_second_order
 def test_options_that_are_not_supported_are_refused_at_the_next_step(kind):
     """Which these are is in `test_losses.py`. A weight changed in place, or another loss, is seen as well."""
-    changes = [
+    for name, option, value in (
         ("softmax", "reduction", "none"),
         ("softmax", "label_smoothing", "much"),
         ("softmax", "ignore_index", 0.5),
         ("logistic-many", "weight", torch.ones(4).double()),
-    ]
-    for name, option, value in changes:
+        ("logistic-many", "pos_weight", torch.tensor([3.0, -3.0, 1.0]).double()),
+    ):
         problem = problems.make(name)
         optimizer = build(kind, problem)
         optimizer.step(problem.inputs, problem.targets)
-        before = state_of(problem.model)
+        before, good = state_of(problem.model), getattr(problem.loss, option)
+        if option == "pos_weight":
+            good, value = good.clone(), good.copy_(value)
         setattr(problem.loss, option, value)
         for call in (optimizer.step, optimizer.direction, optimizer.verify):
             with pytest.raises(ValueError, match=option):
                 call(problem.inputs, problem.targets)
         assert_same(state_of(problem.model), before)
-    problem = problems.make("logistic-many")
-    optimizer = build(kind, problem)
-    optimizer.step(problem.inputs, problem.targets)
-    problem.loss.pos_weight[1] = -3.0
-    with pytest.raises(ValueError, match="pos_weight"):
-        optimizer.step(problem.inputs, problem.targets)
-    problem.loss.pos_weight[1] = 3.0
-    assert optimizer.step(problem.inputs, problem.targets).accepted
+        setattr(problem.loss, option, good)
+        assert optimizer.step(problem.inputs, problem.targets).accepted
     optimizer.loss = nn.SoftMarginLoss()
     with pytest.raises(TypeError, match="no rule for the loss SoftMarginLoss"):
         optimizer.step(problem.inputs, problem.targets)
@@ -766,41 +713,36 @@ def test_values_at_the_ends_of_their_ranges_are_taken(kind):
             assert torch.isfinite(build(kind, problem, **settings).step(problem.inputs, problem.targets).loss)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"initial": value} for value in (0.0, -1.0, NAN, INF, "1", True, 1e-30, 1e30)),
-        *({"boost": value} for value in (0.9, NAN, INF, "2")),
-        *({"drop": value} for value in (0.0, 1.1, NAN, "0.5")),
-        *({"threshold": value} for value in (0.0, 0.5, -1.0, NAN, "0.2")),
-        *({"floor": value} for value in (-1.0, NAN, INF, "0")),
-        *({"forgetting": value, "relative": True} for value in (-0.1, 1.1, NAN, "slow")),
-    ],
-    ids=str,
-)
-def test_fields_of_a_policy_out_of_range_raise_an_error_that_names_them(settings):
-    with pytest.raises((ValueError, TypeError), match=next(iter(settings))):
-        woodbury.LevenbergMarquardt(**settings)
-    if "floor" in settings:
-        with pytest.raises((ValueError, TypeError), match="floor"):
-            woodbury.Constant(1.0, **settings)
+POLICIES_OUT_OF_RANGE = {
+    "initial": (0.0, -1.0, NAN, INF, "1", True, 1e-30, 1e30),
+    "boost": (0.9, NAN, INF, "2"),
+    "drop": (0.0, 1.1, NAN, "0.5"),
+    "threshold": (0.0, 0.5, -1.0, NAN, "0.2"),
+    "floor": (-1.0, NAN, INF, "0"),
+    "forgetting": (-0.1, 1.1, NAN, "slow"),
+}
+
+
+@pytest.mark.parametrize("field", POLICIES_OUT_OF_RANGE)
+def test_fields_of_a_policy_out_of_range_raise_an_error_that_names_them(field):
+    for value in POLICIES_OUT_OF_RANGE[field]:
+        with pytest.raises((ValueError, TypeError), match=field):
+            woodbury.LevenbergMarquardt(relative=field == "forgetting", **{field: value})
+        if field == "floor":
+            with pytest.raises((ValueError, TypeError), match=field):
+                woodbury.Constant(1.0, floor=value)
 
 
 @every_second_order
-@pytest.mark.parametrize(
-    "name, values",
-    [
-        ("lr", (NAN, INF, -0.1, "0.1", None)),
-        ("momentum", (1.5, NAN, -0.1, "0.9")),
-        ("weight_decay", (-1.0, INF, NAN, "0.1")),
-    ],
-)
-def test_values_of_a_group_out_of_range_are_refused_at_the_next_step(kind, name, values):
+@pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay"])
+def test_values_of_a_group_out_of_range_are_refused_at_the_next_step(kind, name):
     problem = problems.make("softmax")
     optimizer = build(kind, problem)
     optimizer.step(problem.inputs, problem.targets)
     good, before = optimizer.param_groups[0][name], state_of(problem.model)
-    for value in values:
+    for value in [value for option, value in OUT_OF_RANGE if option == name]:
+        if (kind, name, value) == ("hf", "momentum", 1.0):
+            continue  # which may start from the whole of its last p
         optimizer.param_groups[0][name] = value
         with pytest.raises((ValueError, TypeError), match=rf"{name} \(of parameter group 0\)"):
             optimizer.step(problem.inputs, problem.targets)
@@ -809,18 +751,13 @@ def test_values_of_a_group_out_of_range_are_refused_at_the_next_step(kind, name,
     assert optimizer.step(problem.inputs, problem.targets).accepted
 
 
-class TwoOutputs(nn.Linear):
-    def forward(self, x):
-        return super().forward(x), x
-
-
 @every_second_order
 def test_models_without_a_trainable_parameter_or_a_single_output_are_refused(kind):
     batch = torch.randn(4, 3), torch.randn(4, 2)
     with pytest.raises(ValueError, match="no trainable parameter"):
         OPTIMIZERS[kind](nn.Linear(3, 2).requires_grad_(False), nn.MSELoss()).step(*batch)
     with pytest.raises(TypeError, match="must return a tensor, got tuple"):
-        OPTIMIZERS[kind](TwoOutputs(3, 2), nn.MSELoss()).step(*batch)
+        OPTIMIZERS[kind](Parts(lambda m, x: (m.layer(x), x), layer=nn.Linear(3, 2)), nn.MSELoss()).step(*batch)
 
 
 # -- calls that mean another optimizer ------------------------------------------------------------------------

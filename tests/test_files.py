@@ -18,12 +18,9 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
-from typer.testing import CliRunner, Result
-
 import processes
 from fuzz.files import DATA, stop_after, tiny_config
-from run_folders import assert_same_end, contents
-from woodbury import cli
+from run_folders import assert_one_line, assert_same_end, contents, invoke
 from woodbury._files import sealed, unsealed
 from woodbury.experiments import train as training
 from woodbury.experiments.files import DataError
@@ -36,14 +33,14 @@ from woodbury.runs.storage import FORMAT, RunFolderError
 STEPS = 12  # after which the unfinished run stands
 
 
-def unfinished(folder: Path, optimizer: str = "smw-gn", **settings: Any) -> Path:
+def unfinished(folder: Path, optimizer: str = "smw-gn") -> Path:
     with pytest.raises(InterruptedRunError):
-        train(tiny_config(optimizer, **settings), folder, data=DATA, stop=stop_after(STEPS))
+        train(tiny_config(optimizer), folder, data=DATA, stop=stop_after(STEPS))
     return folder
 
 
-def resume(folder: Path, **settings: Any) -> None:
-    train(tiny_config(**settings), folder, data=DATA, resume=True)
+def resume(folder: Path) -> None:
+    train(tiny_config(), folder, data=DATA, resume=True)
 
 
 def refusal(call: Callable[[], Any], *facts: object) -> None:
@@ -54,18 +51,6 @@ def refusal(call: Callable[[], Any], *facts: object) -> None:
     assert message.isprintable() and len(message) <= 2000
     for fact in facts:
         assert str(fact) in message
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-def assert_one_line(result: Result, *facts: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert result.output.startswith("woodbury: ") and len(result.output.splitlines()) == 1
-    assert result.output.strip().isprintable()
-    for fact in facts:
-        assert fact in result.output
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +83,9 @@ def test_a_checkpoint_that_was_cut_is_refused_with_the_way_out(length, whole, tm
     assert_same_end(folder, whole)
 
 
+@dataclasses.dataclass
 class _RunsCode:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __reduce__(self) -> Any:
         return (os.mkdir, (str(self.path),))
@@ -128,15 +113,6 @@ def test_a_checkpoint_of_another_run_is_not_resumed(tmp_path):
     (folder / "checkpoint.pt").write_bytes(sealed("checkpoint", FORMAT, values))
     refusal(lambda: resume(folder), "cannot resume from", "0.bias", "delete checkpoint.pt to train from the start")
     assert (folder / "records.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize("damping", [{"LevenbergMarquardt": {"initial": 10}}, {"Constant": {"initial": 2}}, 3])
-def test_a_whole_number_as_damping_is_resumed_from(damping, tmp_path):
-    """It becomes a fraction on the way."""
-    train(tiny_config(damping=damping), tmp_path / "whole", data=DATA)
-    folder = unfinished(tmp_path / "run", damping=damping)
-    resume(folder, damping=damping)
-    assert_same_end(folder, tmp_path / "whole")
 
 
 def test_want_of_memory_is_not_taken_for_damage(tmp_path, monkeypatch):
@@ -333,7 +309,6 @@ def test_names_that_are_alike_or_long_or_not_printable_are_told_apart_and_shown_
 def test_a_hostile_argument_ends_in_one_line(command, name, tmp_path):
     result = invoke(*command, name, "--out", tmp_path / "runs")
     assert_one_line(result)
-    assert len(result.output) < 2100
     assert not (tmp_path / "runs").exists()
 
 

@@ -45,14 +45,6 @@ def failures(results):
     return [f"{r.number}: {r.outcome}: {r.detail}" for r in results if r.outcome in FAILURES]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("first", range(0, COUNT, AT_ONCE))
 def test_random_problems_are_right_or_refused(first):
     assert failures([run_case(SEED, number) for number in range(first, first + AT_ONCE)]) == []

@@ -308,11 +308,14 @@ def test_a_run_that_has_just_begun_is_enough(visit, tmp_path):
 
 
 def test_each_data_set_has_a_section_of_its_own_and_names_are_shown_as_text(visit, tmp_path):
-    write_run(tmp_path / "a", "</script><b>x", dataset="<i>&amp;")
+    write_run(tmp_path / "a", "</script><b>x", dataset="<i>&amp;", settings={"note": "<!-- </script>"})
     write_run(tmp_path / "b", "<script>", dataset="mnist")
     page = visit(page_of(tmp_path))
     names = ["<i>&amp;", "mnist"]
     assert [heading.text for heading in page.all("h2")] == [link.text for link in page.all("nav a")] == names
+    assert page.browser.title == "woodbury: <i>&amp;, mnist"
+    page.all("section summary")[0].click()
+    assert ["note", "<!-- </script>"] in page.texts("details .settings tbody tr")
     assert [row[0] for row in page.ends()] == [button.text for button in page.all(".toggle")]
     assert [row[0] for row in page.ends()] == ["</script><b>x", "<script>"]
     page.all("[data-value=seconds]")[0].click()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,77 +14,58 @@ import torch
 from torch import nn
 
 import bounds
+import problems
 import processes
 import reference
 import woodbury
+from fuzz.models import Parts
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.parallel.group import ALONE
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="needs torch.distributed with gloo",
 )
 
-N = 12
-SPREAD = {2: (7, 5), 4: (5, 4, 0, 3)}  # samples of each process
+N = problems.N
+SPREAD = {2: (4, 3), 4: (3, 2, 0, 2)}  # samples of each process
 
 
-def mlp():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def cnn():
-    torch.manual_seed(1)
-    convolution = nn.Conv2d(1, 4, 3, padding=1)
-    return nn.Sequential(convolution, nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3)).double()
-
-
-class Tokens(nn.Module):
+def tokens(m, x):
     """An embedding, attention and a tied weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        hidden = self.embedding(x)
-        hidden = self.norm(hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0])
-        return self.head(hidden).movedim(-1, 1)
+    hidden = m.embedding(x)
+    hidden = m.norm(hidden + m.attention(hidden, hidden, hidden, need_weights=False)[0])
+    return m.head(hidden).movedim(-1, 1)
 
 
-def tokens():
+def make(name):
+    if name in problems.PROBLEMS:
+        return problems.make(name)
     torch.manual_seed(1)
-    return Tokens().double()
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    layers = {"embedding": nn.Embedding(7, 4), "norm": nn.LayerNorm(4), "attention": attention}
+    model = Parts(tokens, **layers, head=nn.Linear(4, 7, bias=False)).double()
+    model.head.weight = model.embedding.weight
+    words = torch.randint(7, (N, 4))
+    targets = words.roll(1, 1)
+    targets[::3, 1:] = -100  # another number of terms for every process
+    return problems.Problem(model, nn.CrossEntropyLoss(), words, targets)
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "tokens": tokens}
-
-
-def data(kind):
-    generator = torch.Generator().manual_seed(0)
-    if kind == "tokens":
-        words = torch.randint(7, (N, 4), generator=generator)
-        targets = words.roll(1, 1)
-        targets[::3, 1:] = -100  # another number of terms for every process
-        return words, targets
-    shape = (N, 5) if kind == "mlp" else (N, 1, 6, 6)
-    inputs = torch.randn(shape, generator=generator).double()
-    return inputs, torch.randint(3, (N,), generator=generator)
+def whole():
+    """A classification by an MLP: the model, the inputs and the targets of all processes."""
+    problem = make("softmax")
+    return problem.model, problem.inputs, problem.targets
 
 
 CASES = [
-    *((model, name, {}) for model in ("mlp", "cnn") for name in ("smw-gn", "smw-ng", "smw-ng-bd")),
-    *(("cnn", "hf", {}), ("mlp", "kfac", {})),
-    *(("mlp", name, {"weight_decay": 0.01}) for name in ("smw-gn", "smw-ng-bd", "hf", "kfac")),
-    *(("cnn", name, {"momentum": 0.5}) for name in ("smw-gn", "smw-ng")),
-    ("mlp", "smw-gn", {"momentum": 0.5, "solver": "cg", "solver_tolerance": 1e-14}),
-    ("mlp", "smw-gn", {"damping": woodbury.LevenbergMarquardt(initial=0.01, relative=True)}),
-    ("tokens", "smw-ng", {}),
-    ("tokens", "smw-gn", {}),
+    *((model, name, {}) for model in ("softmax", "pixels") for name in ("smw-gn", "smw-ng", "smw-ng-bd")),
+    *(("pixels", "hf", {}), ("softmax", "kfac", {})),
+    *(("softmax", name, {"weight_decay": 0.01}) for name in ("smw-gn", "smw-ng-bd", "hf", "kfac")),
+    *(("pixels", name, {"momentum": 0.5}) for name in ("smw-gn", "smw-ng")),
+    ("softmax", "smw-gn", {"momentum": 0.5, "solver": "cg", "solver_tolerance": 1e-14}),
+    ("softmax", "smw-gn", {"damping": woodbury.LevenbergMarquardt(initial=0.01, relative=True)}),
+    ("tokens, tied", "smw-ng", {}),
+    ("tokens, tied", "smw-gn", {}),
 ]
 
 
@@ -99,17 +81,17 @@ def train(rank, world, sizes, turn):
     parts = torch.arange(N).split(list(sizes))
     for index, (kind, name, settings) in enumerate(CASES):
         half = (index + turn) % 2 == 0
-        model, (inputs, targets) = MODELS[kind](), data(kind)
-        optimizer = OPTIMIZERS[name](model, nn.CrossEntropyLoss(), **{"damping": 0.3, **settings})
+        problem = make(kind)
+        optimizer = OPTIMIZERS[name](problem.model, problem.loss, **{"damping": 0.3, **settings})
         own = parts[rank] if world > 1 else torch.arange(N)
         subset = None
         if half:
             subset = torch.arange(0, len(own), 2) if world > 1 else torch.cat([part[::2] for part in parts])
         iterations = 0  # of conjugate gradients, in all steps
         for _ in range(STEPS):
-            info = optimizer.step(inputs[own], targets[own], subset=subset)
+            info = optimizer.step(problem.inputs[own], problem.targets[own], subset=subset)
             iterations += getattr(optimizer, "iterations", 1)
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        flat = reference.theta(problem.model)
         results.append((flat, optimizer.state["damping"], info.as_dict(), iterations))
     return results
 
@@ -125,7 +107,8 @@ def test_steps_of_several_processes_are_those_of_one(world, turn):
     for case, (flat, damping, info, iterations) in zip(CASES, expected, strict=True):
         index = CASES.index(case)
         given = {"damping": info["damping"], "steps": iterations}
-        bound = bounds.of_step(MODELS[case[0]](), nn.CrossEntropyLoss(), *data(case[0]), **given)
+        problem = make(case[0])
+        bound = bounds.of_step(problem.model, problem.loss, problem.inputs, problem.targets, **given)
         # f(theta) - f(theta + p) cancels in the ratio
         of_info = bound * max(1.0, abs(info["loss"] / (info["ratio"] * info["predicted"])))
         for own in everyone:
@@ -162,80 +145,76 @@ def test_processes_stay_bit_identical():
     assert float(state["state"]["damping"]) == float(other_state["state"]["damping"])
 
 
+def five_steps(how, wrapped, optimizer, inputs, targets):
+    def closure():
+        optimizer.zero_grad()
+        optimizer.loss(wrapped(inputs), targets).backward()
+
+    for _ in range(5):
+        if how == "step":
+            optimizer.step(inputs, targets)
+        elif how == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
 def in_a_loop(rank, world):
     """DistributedDataParallel around the model, and the loop that its users have."""
     results = []
     for how in ("step", "watch", "closure"):
-        model = mlp()
+        model, inputs, targets = whole()
         wrapped = nn.parallel.DistributedDataParallel(model)
-        inputs, targets = data("mlp")
-        own = slice(0, 7) if rank == 0 else slice(7, None)
-        criterion = nn.CrossEntropyLoss()
-        optimizer = woodbury.GaussNewton(wrapped, criterion, damping=0.3, watch=how == "watch")
-
-        def closure(wrapped=wrapped, optimizer=optimizer, criterion=criterion, batch=(inputs[own], targets[own])):
-            optimizer.zero_grad()
-            criterion(wrapped(batch[0]), batch[1]).backward()
-
-        for _ in range(5):
-            if how == "step":
-                optimizer.step(inputs[own], targets[own])
-            elif how == "watch":
-                closure()
-                optimizer.step()
-            else:
-                optimizer.step(closure)
-        results.append([parameter.detach() for parameter in model.parameters()])
+        own = slice(0, 4) if rank == 0 else slice(4, None)
+        optimizer = woodbury.GaussNewton(wrapped, nn.CrossEntropyLoss(), damping=0.3, watch=how == "watch")
+        five_steps(how, wrapped, optimizer, inputs[own], targets[own])
+        results.append(reference.theta(model))
     return results
 
 
 def test_a_wrapped_model_takes_the_same_steps():
-    model, (inputs, targets) = mlp(), data("mlp")
+    model, inputs, targets = whole()
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.3)
-    for _ in range(5):
-        optimizer.step(inputs, targets)
-    expected = reference.flat(model.parameters()).detach()
-    bound = bounds.of_step(mlp(), nn.CrossEntropyLoss(), inputs, targets, damping=0.3, steps=5)
+    five_steps("step", model, optimizer, inputs, targets)
+    expected = reference.theta(model)
+    bound = bounds.of_step(whole()[0], nn.CrossEntropyLoss(), inputs, targets, damping=0.3, steps=5)
     for ways in processes.run(in_a_loop, 2):
         for parameters in ways:
-            assert reference.relative_error(reference.flat(parameters), expected) <= bound
+            assert reference.relative_error(parameters, expected) <= bound
+
+
+def message_of(call, *arguments, **settings):
+    """What a call raises, if it does."""
+    try:
+        call(*arguments, **settings)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def with_a_fault(rank, world):
-    model, (inputs, targets) = mlp(), data("mlp")
+    model, inputs, targets = whole()
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    messages = []
-    for bad in (inputs[:, :4], inputs * torch.nan, None):
-        try:
-            optimizer.step(bad if rank == 1 else inputs, targets)
-            messages.append("stepped")
-        except Exception as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    try:
-        optimizer.verify(inputs, targets)
-    except ValueError as error:
-        messages.append(str(error))
+    before = reference.theta(model)
+    faults = inputs[:, :4], inputs * torch.nan, None
+    messages = [message_of(optimizer.step, bad if rank == 1 else inputs, targets) for bad in faults]
+    same = torch.equal(before, reference.theta(model))
+    messages.append(message_of(optimizer.verify, inputs, targets))
     alone = ("smw-gn", {"search": woodbury.CurvedSearch()}), ("smw-gn", {"solver": "products"}), ("sgd", {})
     for name, settings in alone:
-        try:
-            OPTIMIZERS[name](model, nn.CrossEntropyLoss(), **settings)
-        except ValueError as error:
-            messages.append(str(error))
+        messages.append(message_of(OPTIMIZERS[name], model, nn.CrossEntropyLoss(), **settings))
     return messages, same, bool(optimizer.step(inputs, targets).accepted)
 
 
 def test_an_error_of_one_process_is_an_error_of_all():
     first, second = processes.run(with_a_fault, 2)
     for messages, same, accepted in (first, second):
-        assert same and accepted
-        assert len(messages) == 7 and all("one process" in message for message in messages[3:])
-    assert "shapes cannot be multiplied" in second[0][0] and "nan or inf" in second[0][1]
-    for shown, cause in zip(
-        first[0][:3], ("shapes cannot be multiplied", "nan or inf", "at least one"), strict=True
-    ):
-        assert shown.startswith("LostProcessError: process 1 of 2 failed") and cause in shown
+        assert same and accepted and all("one process" in message for message in messages[3:])
+    causes = "shapes cannot be multiplied", "nan or inf", "at least one"
+    for shown, raised, cause in zip(first[0][:3], second[0][:3], causes, strict=True):
+        assert shown.startswith("LostProcessError: process 1 of 2 failed")
+        assert cause in shown and cause in raised
 
 
 def bytes_of_steps(rank, world):
@@ -262,23 +241,26 @@ def test_the_bytes_of_a_step_are_those_of_a_gradient_and_the_rows():
 
 def in_subgroups(rank, world):
     group = torch.distributed.new_group([0, 1])
-    model, (inputs, targets) = mlp(), data("mlp")
+    model, inputs, targets = whole()
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.3, process_group=group)
-    half = slice(0, 6) if rank == 0 else slice(6, None)
+    half = slice(0, 3) if rank == 0 else slice(3, None)
     optimizer.step(inputs[half], targets[half])
-    own = mlp()
+    own = whole()[0]
     with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
-        wrapped = nn.parallel.DistributedDataParallel(mlp())
+        wrapped = nn.parallel.DistributedDataParallel(whole()[0])
         woodbury.GaussNewton(wrapped, nn.CrossEntropyLoss(), process_group="self")
+    with pytest.raises(ValueError, match="process_group"):
+        woodbury.GaussNewton(own, nn.CrossEntropyLoss(), process_group="all")
     alone = woodbury.GaussNewton(own, nn.CrossEntropyLoss(), damping=0.3, process_group="self")
     alone.step(inputs, targets)
-    return [p.detach() for p in model.parameters()], [p.detach() for p in own.parameters()]
+    return reference.theta(model), reference.theta(own)
 
 
 def test_groups_of_processes_can_be_chosen():
-    bound = bounds.of_step(mlp(), nn.CrossEntropyLoss(), *data("mlp"), damping=0.3)
+    model, *batch = whole()
+    bound = bounds.of_step(model, nn.CrossEntropyLoss(), *batch, damping=0.3)
     for joint, alone in processes.run(in_subgroups, 2):
-        assert reference.relative_error(reference.flat(joint), reference.flat(alone)) <= bound
+        assert reference.relative_error(joint, alone) <= bound
 
 
 def step_until_one_is_killed(rank, folder):
@@ -307,16 +289,6 @@ def test_a_process_that_is_killed_ends_the_others_with_a_message(tmp_path):
     assert "last checkpoint" in survivor.stdout and time.monotonic() - started < 100
 
 
-def test_for_one_process_nothing_is_exchanged_and_no_group_has_another_name():
-    tensor = torch.randn(3)
-    assert ALONE.sum(tensor) is tensor and ALONE.same(tensor) is tensor and ALONE.gather(tensor, [3]) == [tensor]
-    assert ALONE.sums(1.0, 2.0) == [1.0, 2.0] and ALONE.bytes_given == 0
-    with pytest.raises(KeyError), ALONE.together():
-        raise KeyError
-    with pytest.raises(ValueError, match="process_group"):
-        woodbury.GaussNewton(mlp(), nn.MSELoss(), process_group="all")
-
-
 # -- fit ----------------------------------------------------------------------------------------------------------
 
 PLAIN = {"curvature_samples": None, "memory": 0, "metric": None, "progress": False}  # as with several processes
@@ -330,7 +302,7 @@ def regression(samples, seed=2):
 
 def small():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return problems.mlp(3, 4, 1).double()
 
 
 class Stream:
@@ -364,11 +336,9 @@ def judged(rank, world):
     return both[rank] if world == 2 else tuple(map(torch.cat, zip(*both, strict=True)))
 
 
-def raising(kind, at, rank):
-    """A callback that raises on the second process."""
-
+def raising(kind, at):
     def callback(fit):
-        if rank == 1 and fit.steps == at:
+        if fit.steps == at:
             raise kind("no more")
 
     return callback
@@ -383,28 +353,32 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def interrupted_forward(rank):
-    calls = []
+def interrupted_forward(model, inputs, calls=count(1)):  # noqa: B008
+    """Interrupts the second process at its twelfth call."""
+    if torch.distributed.get_rank() == 1 and next(calls) == 12:
+        interrupt()
+    return model(inputs)
 
-    def forward(model, inputs):
-        calls.append(1)
-        if rank == 1 and len(calls) == 12:
-            raise KeyboardInterrupt
-        return model(inputs)
 
-    return forward
+def fit_of(first=None, second=None, **both):
+    """A fit of two processes with arguments of each, and of both."""
+    return lambda rank: (parts(rank, 2), {**both, **((second if rank else first) or {})})
 
 
 def on_second(**arguments):
-    """The same fit on both processes, but for the arguments of the second."""
-    return lambda rank: (parts(rank, 2), {"steps": 3, **(arguments if rank else {})})
+    return fit_of(second=arguments, steps=3)
 
 
-# name: (loader, arguments) of a process; those of "alone" are the fit of one process too
+def stream_of_second(at, happen):
+    """Something happens at a batch of the second process."""
+    return lambda rank: (Stream(parts(rank, 2), at if rank else None, happen), {"validation": judged(rank, 2)})
+
+
 def mean_square(outputs, targets):
     return (outputs - targets).square().mean()
 
 
+# name: (loader, arguments) of a process; those of TOGETHER are the fit of one process too
 TOGETHER = {
     "epochs": lambda rank, world: (parts(rank, world), {"epochs": 3}),
     "steps": lambda rank, world: (parts(rank, world), {"steps": 4}),
@@ -417,35 +391,20 @@ TOGETHER = {
     "tolerance": lambda rank, world: (parts(rank, world), {"epochs": 40, "tolerance": 0.2}),
 }
 APART = {
-    "seconds": (lambda rank: (parts(rank, 2), {"seconds": 20.5}), "seconds"),
-    "seconds and epochs": (lambda rank: (parts(rank, 2), {"seconds": 20.5, "epochs": 90}), "seconds"),
-    "callback": (
-        lambda rank: (parts(rank, 2), {"callback": (lambda fit: fit.steps == 4) if rank else None}),
-        "callback",
-    ),
-    "callback interrupted": (
-        lambda rank: (parts(rank, 2), {"callback": raising(KeyboardInterrupt, 4, rank)}),
-        "interrupted",
-    ),
-    "signal": (
-        lambda rank: (
-            Stream(parts(rank, 2), 1 if rank else None, lambda: signal.raise_signal(signal.SIGINT)),
-            {"validation": judged(rank, 2)},
-        ),
-        "interrupted",
-    ),
-    "loader interrupted": (
-        lambda rank: (Stream(parts(rank, 2), 2 if rank else None, interrupt), {}),
-        "interrupted",
-    ),
-    "step interrupted": (lambda rank: (parts(rank, 2), {"forward": interrupted_forward(rank)}), "interrupted"),
-    "validation of one alone": (
-        lambda rank: (parts(rank, 2), {"epochs": 2, "validation": [] if rank else [judged(0, 2)]}),
-        "epochs",
-    ),
-    "auto": (lambda rank: (parts(rank, 2), {"epochs": 9, "curvature_samples": "auto"}), "epochs"),
+    "seconds": (fit_of(seconds=20.5), "seconds"),
+    "seconds and epochs": (fit_of(seconds=20.5, epochs=90), "seconds"),
+    "callback": (fit_of(second={"callback": lambda fit: fit.steps == 4}), "callback"),
+    "callback interrupted": (fit_of(second={"callback": raising(KeyboardInterrupt, 4)}), "interrupted"),
+    "signal": (stream_of_second(1, lambda: signal.raise_signal(signal.SIGINT)), "interrupted"),
+    "loader interrupted": (stream_of_second(2, interrupt), "interrupted"),
+    "step interrupted": (fit_of(forward=interrupted_forward), "interrupted"),
+    "validation of one alone": (fit_of({"validation": [judged(0, 2)]}, {"validation": []}, epochs=2), "epochs"),
+    "auto": (fit_of(epochs=9, curvature_samples="auto"), "epochs"),
 }
-REFUSED = {
+
+
+# that arise in the midst of a fit, and say which process has failed
+FAILING = {
     "a metric that fails": (
         lambda rank: (
             parts(rank, 2),
@@ -453,32 +412,31 @@ REFUSED = {
         ),
         "metric 'own'",
     ),
-    "a loader that fails": (
-        lambda rank: (Stream(parts(rank, 2), 2 if rank else None, lambda: 1 / 0), {}),
-        "division",
-    ),
+    "a loader that fails": (stream_of_second(2, lambda: 1 / 0), "division"),
     "an empty loader": (lambda rank: (Stream([] if rank else parts(0, 2)), {}), "no batches"),
-    "a callback that fails": (lambda rank: (parts(rank, 2), {"callback": raising(OSError, 2, rank)}), "no more"),
-    "a full disk": (lambda rank: (parts(rank, 2), {"record": None if rank else FullDisk()}), "disk is full"),
-    "other steps": (lambda rank: (parts(rank, 2), {"steps": 3 + rank}), "steps: 3 (process 0), 4 (process 1)"),
-    "seconds of one": (lambda rank: (parts(rank, 2), {"seconds": 9.0 if rank else None, "steps": 3}), "seconds"),
-    "validation of one": (
-        lambda rank: (parts(rank, 2), {"steps": 3, "validation": judged(0, 2) if rank else None}),
-        "patience",
-    ),
+    "a callback that fails": (fit_of(second={"callback": raising(OSError, 2)}), "no more"),
+    "a full disk": (fit_of(first={"record": FullDisk()}), "disk is full"),
     "bad validation": (
         lambda rank: (parts(rank, 2), {"steps": 3, "validation": (judged(0, 2)[0][:, rank:], judged(0, 2)[1])}),
         "does not go with",
     ),
+}
+REFUSED = {
     "a pair and a loader": (
         lambda rank: (regression(8) if rank else parts(0, 2), {"steps": 3}),
         "pass each a loader",
     ),
     "pairs": (lambda rank: (regression(8), {"steps": 3}), "pass each a loader of its own samples"),
     "samplers": (lambda rank: (regression, {"steps": 3}), "pass each a loader of its own samples"),
+    "evidence": (lambda rank: (regression(8), {"steps": 3, "weight_decay": "evidence"}), "one process"),
+    "a bad iterator": (lambda rank: (iter(parts(rank, 2)) if rank else parts(0, 2), {}), "once only"),
+    "no such file": (fit_of(resume="nowhere"), "there is no such file"),
+    "no such folder": (fit_of(checkpoint="nowhere/fit"), "there is no folder"),
+    "other steps": (on_second(steps=4), "steps: 3 (process 0), 4 (process 1)"),
+    "seconds of one": (on_second(seconds=9.0), "seconds"),
+    "validation of one": (on_second(validation=judged(0, 2)), "patience"),
     "negative seconds": (on_second(seconds=-1.0), "seconds must not be negative, got -1.0"),
     "a word for steps": (on_second(steps="3"), "steps must be a number"),
-    "a bad iterator": (lambda rank: (iter(parts(rank, 2)) if rank else parts(0, 2), {}), "once only"),
     "patience alone": (on_second(patience=3), "patience= is for validation data"),
     "validation of a number": (on_second(validation=0.2), "splits a pair"),
     "other tolerance": (on_second(tolerance=0.1), "tolerance: None (process 0), 0.1 (process 1)"),
@@ -492,10 +450,7 @@ REFUSED = {
     "no parameters": (on_second(model=lambda: small().requires_grad_(False)), "requires_grad"),
     "resume of one": (on_second(resume={"steps": 1}), "must be the state_dict"),
     "a path of one": (on_second(resume="nowhere"), "resume: False (process 0), True (process 1)"),
-    "no such file": (lambda rank: (parts(rank, 2), {"resume": "nowhere"}), "there is no such file"),
-    "no such folder": (lambda rank: (parts(rank, 2), {"checkpoint": "nowhere/fit"}), "there is no folder"),
     "checkpoint of one": (on_second(checkpoint="fit"), "checkpoint: False (process 0), True (process 1)"),
-    "evidence": (lambda rank: (regression(8), {"steps": 3, "weight_decay": "evidence"}), "one process"),
 }
 
 
@@ -532,10 +487,8 @@ def fit_all(rank, world, names):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     results = {}
     for name in names:
-        if name in TOGETHER:
-            case = TOGETHER[name](rank, world)
-        else:
-            case = (APART[name] if name in APART else REFUSED[name])[0](rank)
+        apart = APART | FAILING | REFUSED
+        case = TOGETHER[name](rank, world) if name in TOGETHER else apart[name][0](rank)
         run.time = Clock(rank)
         results[name] = fitted(*case)
     return results
@@ -573,19 +526,12 @@ def test_processes_agree_on_when_a_fit_ends():
 
 
 def test_what_one_process_cannot_fit_is_an_error_of_all():
-    first, second = processes.run(fit_all, 2, list(REFUSED))
-    for name, (_, cause) in REFUSED.items():
+    cases = FAILING | REFUSED
+    first, second = processes.run(fit_all, 2, list(cases))
+    for name, (_, cause) in cases.items():
         for kind, text in (first[name], second[name]):
             assert isinstance(kind, str) and kind.endswith("Error") and cause in text, (name, kind, text)
-    within = {
-        "a metric that fails",
-        "a loader that fails",
-        "an empty loader",
-        "a callback that fails",
-        "a full disk",
-        "bad validation",
-    }
-    for name in set(REFUSED) - within:  # those arise later, and say which process has failed
+    for name in REFUSED:
         assert first[name] == second[name], name
 
 
@@ -603,7 +549,7 @@ def shuffled(rank):
 
 def with_dropout(seed=3):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+    return nn.Sequential(*problems.mlp(3, 4, 1)[:2], nn.Dropout(0.3), nn.Linear(4, 1)).double()
 
 
 def killed_and_taken_up(rank, world, folder):
@@ -647,41 +593,29 @@ def test_a_fit_of_two_processes_goes_on_after_a_kill_bit_by_bit(tmp_path):
 # -- processes that differ ----------------------------------------------------------------------------------------
 
 
-def classifier(bias=True, width=4, dtype=torch.float64):
+def made(method=woodbury.GaussNewton, loss=None, width=4, bias=True, dtype=torch.float64, **settings):
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3, bias=bias)).to(dtype)
+    model = problems.mlp(5, width, 4, bias=bias).to(dtype)
+    return method(model, loss or nn.CrossEntropyLoss(), **settings)
 
 
-def made(method=woodbury.GaussNewton, loss=None, model=None, **settings):
-    return method(classifier() if model is None else model, loss or nn.CrossEntropyLoss(), **settings)
-
-
-WEIGHTS = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 # what the second process makes otherwise: how, and what the error names
 DIFFERENT = {
-    "dtype": (lambda: made(model=classifier(dtype=torch.float32)), "0.weight torch.float32 (4, 5) (process 1)"),
-    "shape": (
-        lambda: made(model=classifier(width=6)),
-        "parameter 0 (of group 0): 0.weight torch.float64 (4, 5) (process 0), 0.weight",
-    ),
-    "parameters": (
-        lambda: made(model=classifier(bias=False)),
-        "2.bias torch.float64 (3,) (process 0), absent (process 1)",
-    ),
-    "loss": (lambda: made(loss=nn.MSELoss()), "MSELoss"),
-    "option": (lambda: made(loss=nn.CrossEntropyLoss(label_smoothing=0.1)), "label_smoothing=0.1"),
-    "reduction": (lambda: made(loss=nn.CrossEntropyLoss(reduction="sum")), "reduction='sum'"),
-    "class weights": (lambda: made(loss=nn.CrossEntropyLoss(weight=WEIGHTS)), "[1.0, 2.0, 3.0]"),
-    "damping": (lambda: made(damping=0.5), "damping"),
-    "lr": (lambda: made(lr=0.5), "lr (of parameter group 0): 1.0 (process 0), 0.5 (process 1)"),
-    "momentum": (lambda: made(momentum=0.5), "momentum"),
-    "curvature samples": (
-        lambda: made(curvature_samples=0.5),
-        "curvature_samples: None (process 0), 0.5 (process 1)",
-    ),
-    "method": (lambda: made(woodbury.NaturalGradient), "method"),
-    "search": (lambda: made(search=woodbury.CurvedSearch()), "search"),
-    "forward": (lambda: made(forward=interrupted_forward(0)), "forward"),
+    "dtype": ({"dtype": torch.float32}, "0.weight torch.float32 (4, 5) (process 1)"),
+    "shape": ({"width": 6}, "parameter 0 (of group 0): 0.weight torch.float64 (4, 5) (process 0), 0.weight"),
+    "parameters": ({"bias": False}, "0.bias torch.float64 (4,) (process 0), "),
+    "loss": ({"loss": nn.MSELoss()}, "MSELoss"),
+    "option": ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "label_smoothing=0.1"),
+    "reduction": ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "reduction='sum'"),
+    "class weights": ({"loss": nn.CrossEntropyLoss(weight=WEIGHTS)}, "[1.0, 2.0, 3.0, 4.0]"),
+    "damping": ({"damping": 0.5}, "damping"),
+    "lr": ({"lr": 0.5}, "lr (of parameter group 0): 1.0 (process 0), 0.5 (process 1)"),
+    "momentum": ({"momentum": 0.5}, "momentum"),
+    "curvature samples": ({"curvature_samples": 0.5}, "curvature_samples: None (process 0), 0.5 (process 1)"),
+    "method": ({"method": woodbury.NaturalGradient}, "method"),
+    "search": ({"search": woodbury.CurvedSearch()}, "search"),
+    "forward": ({"forward": interrupted_forward}, "forward"),
 }
 
 
@@ -698,25 +632,18 @@ CHANGED = {  # after a step, by the second process: a setting
 
 def differ(rank, world):
     messages = {}
-    for name, (make, _) in DIFFERENT.items():
-        try:
-            make() if rank else made()
-            messages[name] = "made"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    inputs, targets = data("mlp")
+    for name, (settings, _) in DIFFERENT.items():
+        messages[name] = message_of(made, **(settings if rank else {}))
+    _, inputs, targets = whole()
     for name, (change, _) in CHANGED.items():
         optimizer = made()
         optimizer.step(inputs, targets)
-        before = reference.flat(optimizer.model.parameters()).detach().clone()
+        before = reference.theta(optimizer.model)
         if rank:
             change(optimizer)
-        try:
-            optimizer.step(inputs.float() if rank and name == "batch" else inputs, targets)
-            messages[name] = "stepped"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-        assert torch.equal(before, reference.flat(optimizer.model.parameters()).detach())
+        other = inputs.float() if rank and name == "batch" else inputs
+        messages[name] = message_of(optimizer.step, other, targets)
+        assert torch.equal(before, reference.theta(optimizer.model))
         if not rank:
             change(optimizer)
         assert optimizer.step(inputs, targets).accepted

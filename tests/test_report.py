@@ -122,22 +122,6 @@ def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_wor
     assert (curve["low"][-1], curve["middle"][-1], curve["high"][-1]) == (0.1, None, None)
 
 
-def test_curves_are_medians_and_bands_reach_from_smallest_to_largest(tmp_path):
-    generator = np.random.default_rng(0)
-    losses = generator.uniform(0.1, 2, size=(4, 6))
-    errors = generator.uniform(0.01, 0.5, size=(4, 6))
-    for seed in range(4):
-        write_run(tmp_path / f"{seed}", seed=seed, losses=losses[seed].tolist(), errors=errors[seed].tolist())
-    curves = curves_of(tmp_path)
-    for name, values in (("train_loss", losses), ("test_error", 100 * errors)):
-        assert curves[name]["epochs"] == [0, 1, 2, 3, 4, 5]
-        assert curves[name]["seconds"] == [0, 0.5, 1, 1.5, 2, 2.5]
-        assert curves[name]["middle"] == pytest.approx(np.median(values, axis=0), rel=1e-4)
-        assert curves[name]["low"] == pytest.approx(values.min(axis=0), rel=1e-4)
-        assert curves[name]["high"] == pytest.approx(values.max(axis=0), rel=1e-4)
-        assert curves[name]["seeds"] == [4] * 6
-
-
 def test_damping_and_ratio_are_drawn_over_epochs(tmp_path):
     generator = np.random.default_rng(1)
     ratios = generator.normal(0.5, 1.0, size=(3, 80))
@@ -173,12 +157,10 @@ def test_an_unfinished_run_is_drawn_up_to_its_last_record(tmp_path):
     assert curves["train_loss"]["seeds"] == [2, 2, 1, 1]
     assert curves["train_loss"]["middle"] == [2.1, 1.1, 0.5, 0.25]
     assert curves["damping"]["seeds"] == [2] * 6 + [1] * 6
-
-
-def test_a_run_in_its_first_epoch_has_no_seconds_per_step_and_no_curve_over_steps(tmp_path):
-    write_run(tmp_path / "1", "hf", losses=[2.0], planned=1, extra_steps=2)
-    assert "ms / step" not in ends_by_label(report.load([tmp_path]))["hf"]
-    assert set(curves_of(tmp_path, "hf")) == {"train_loss", "test_error"}
+    # in its first epoch it has no seconds per step, and no curve over steps
+    write_run(tmp_path / "first" / "1", "hf", losses=[2.0], planned=1, extra_steps=2)
+    assert "ms / step" not in ends_by_label(report.load([tmp_path / "first"]))["hf"]
+    assert set(curves_of(tmp_path / "first", "hf")) == {"train_loss", "test_error"}
 
 
 def test_evaluations_within_an_epoch_are_drawn_where_they_were_made(tmp_path):
@@ -271,7 +253,10 @@ def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path):
 
 
 def test_write_leaves_a_figure_and_a_page_in_its_folder_the_same_every_time(tmp_path):
-    runs = report.load([write_run(tmp_path / "run", dataset="../mnist")])
+    versions = {"python": "3.12", "torch": "2.11"}
+    runs = report.load([write_run(tmp_path / "run", dataset="../mnist", versions=versions)])
+    assert dict(page_data(runs)[0]["facts"])["software"] == "python 3.12, torch 2.11"
+    assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\((?!#)", report.html(runs))  # no address
     out = tmp_path / "new" / "out"
     page, figure = report.write(runs, out)
     before = contents(out)
@@ -292,20 +277,6 @@ def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path):
     assert (steps[0], steps[-1]) == (1, 10_000) and 200 <= len(steps) <= 300
     assert set(np.diff(steps)) <= {40, 41}
     assert curve["middle"] == pytest.approx([dampings[int(step) - 1] for step in steps], rel=1e-4)
-
-
-def test_no_text_can_end_the_script_and_the_page_names_no_address(tmp_path):
-    versions = {"python": "3.12", "torch": "2.11"}
-    settings = {"note": "<!-- </script>"}
-    write_run(tmp_path / "run", "</script><b>", dataset="<i>&", settings=settings, versions=versions)
-    runs = report.load([tmp_path / "run"])
-    (section,) = page_data(runs)
-    assert section["title"] == "<i>&"
-    assert ["note", "<!-- </script>"] in section["settings"]["all"]
-    assert dict(section["facts"])["software"] == "python 3.12, torch 2.11"
-    text = report.html(runs)
-    assert "<title>woodbury: &lt;i&gt;&amp;</title>" in text
-    assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\((?!#)", text)
 
 
 # -- axes, which the figure and the page share

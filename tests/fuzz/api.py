@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import woodbury
 
@@ -110,16 +111,6 @@ def check_state(before, after, what, only=None):
     changed = [k for k in keys if k not in after or not same(before[k], after[k])]
     changed += [k for k in after if k not in before and (only is None or k.startswith(only))]
     require(not changed, f"{what} changed {', '.join(changed[:4])}")
-
-
-def tensors_of(tree):
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, list | tuple):
-        return [leaf for part in tree for leaf in tensors_of(part)]
-    return []
 
 
 # -- options ---------------------------------------------------------------------------------------------------
@@ -248,7 +239,9 @@ class Trial:
         self.guard = torch.no_grad if self.rng.random() < 0.05 else contextlib.nullcontext
         if isinstance(self.inputs, torch.Tensor) and self.inputs.is_floating_point() and self.rng.random() < 0.05:
             self.inputs.requires_grad_()
-        self.tensors = tensors_of(self.inputs) + tensors_of(self.targets)
+        self.tensors = [
+            leaf for leaf in tree_leaves((self.inputs, self.targets)) if isinstance(leaf, torch.Tensor)
+        ]
         self.random = torch.get_rng_state()
         self.dense = None
         self.parts = [torch.arange(self.case.n)]

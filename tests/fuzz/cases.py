@@ -12,17 +12,21 @@ from torch import nn
 
 import woodbury
 
-from .models import Bare, Builder, Function, Net
+from .models import Builder, Function, Parts, bare, in_turn
 
 N_MORE = 4  # samples beside the batch, for full=
+
+
+def log_cosh(outputs, targets):
+    d = outputs - targets
+    return d + nn.functional.softplus(-2 * d)
 
 
 class LogCosh(nn.Module):
     """A convex loss whose rule says nothing but its values."""
 
     def forward(self, outputs, targets):
-        d = outputs - targets
-        return (d + nn.functional.softplus(-2 * d)).mean()
+        return log_cosh(outputs, targets).mean()
 
 
 class Scaled(nn.Module):
@@ -39,15 +43,13 @@ class PerOutput(LogCosh):
 @woodbury.register_loss(LogCosh)
 class LogCoshRule(woodbury.LossRule):
     def values(self, loss, outputs, targets):
-        d = outputs - targets
-        return (d + nn.functional.softplus(-2 * d)).mean(1)
+        return log_cosh(outputs, targets).mean(1)
 
 
 @woodbury.register_loss(PerOutput)
 class PerOutputRule(woodbury.LossRule):
     def values(self, loss, outputs, targets):
-        d = outputs - targets
-        return d + nn.functional.softplus(-2 * d)
+        return log_cosh(outputs, targets)
 
 
 @woodbury.register_loss(Scaled)
@@ -92,19 +94,14 @@ class Case:
         if self.style == "tensor":
             return x
         scale = self.scale[index]
-        if self.style == "dict":
-            return {"x": x, "scale": scale, "note": "kept"}
-        if self.style == "tuple":
-            return (x, scale)
-        if self.style == "list":
-            return [x, scale, 1.0]
-        if self.style == "whole":
-            return (x, scale, torch.full((97,), 0.5, dtype=self.x.dtype if x.is_floating_point() else self.dtype))
-        if self.style == "per-sample-list":
-            return {"x": x, "scale": [float(s) for s in scale]}
-        if self.style == "per-sample-numpy":
-            return {"x": x, "scale": np.asarray(scale)}
-        raise AssertionError(self.style)
+        return {
+            "dict": {"x": x, "scale": scale, "note": "kept"},
+            "tuple": (x, scale),
+            "list": [x, scale, 1.0],
+            "whole": (x, scale, torch.full((97,), 0.5, dtype=x.dtype if x.is_floating_point() else self.dtype)),
+            "per-sample-list": {"x": x, "scale": scale.tolist()},
+            "per-sample-numpy": {"x": x, "scale": np.asarray(scale)},
+        }[self.style]
 
     def target(self, index):
         return None if self.targets is None else self.targets[index]
@@ -123,15 +120,9 @@ class Case:
         return replace(self, **wide)
 
 
-class Nested(nn.Module):
+def nested(net):
     """A model whose inputs are nested: net(x) times one number per sample."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, batch):
-        return scaled(self.net, batch)
+    return Parts(lambda m, batch: scaled(m.net, batch), net=net)
 
 
 def scaled(model, batch):
@@ -185,7 +176,7 @@ def _differential(rng):
     layers = [nn.Linear(width, 4), rng.choice([nn.Tanh, nn.Softplus, nn.GELU])(), nn.Linear(4, 1)]
     features = {"PINN"}
     if rng.random() < 0.3:
-        layers.insert(2, Bare(4))
+        layers.insert(2, bare(4))
         features.add("bare")
     forward = rng.choice([slopes, slopes, laplacians])
     features.add(forward.__name__)
@@ -231,12 +222,12 @@ def _composed(rng):
         [12, 1, 1, 1, 1, 0.5, 0.5],
     )[0]
     dtype = torch.float64 if builder.random or rng.random() < 0.8 else torch.float32
-    model, forward, scale = Net(builder.stages), None, None
+    model, forward, scale = in_turn(builder.stages), None, None
     if style != "tensor":
         builder.features.add(style)
         scale = 0.5 + torch.rand(total)
         if rng.random() < 0.5:
-            model = Nested(model)
+            model = nested(model)
         else:
             forward = scaled
     elif chain or rng.random() < 0.2:  # a chain, if it is one, without a module around it

@@ -7,9 +7,7 @@ import copy
 
 import torch
 
-
-def flat(tensors):
-    return torch.cat([t.reshape(-1) for t in tensors])
+from tests.reference import flat
 
 
 class Dense:
@@ -21,9 +19,7 @@ class Dense:
         self.model = wide.model
         self.run = case.forward or (lambda m, x: m(x))
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.parameters = (
-            trainable if names is None else {name: trainable[name] for name in trainable if name in names}
-        )
+        self.parameters = {name: p for name, p in trainable.items() if names is None or name in names}
         self.theta = flat([p.detach() for p in self.parameters.values()])
         self.before = {name: b.clone() for name, b in self.model.named_buffers()}
         self.random = random
@@ -42,15 +38,12 @@ class Dense:
 
     def jacobian(self, outputs):
         """(n, C, p), one output after the other."""
-        numbers = outputs.reshape(-1)
-        parameters = list(self.parameters.values())
-        rows = []
-        for number in numbers:
-            grads = torch.autograd.grad(number, parameters, retain_graph=True, allow_unused=True)
-            rows.append(
-                flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)])
-            )
+        rows = [self.gradient(number, retain_graph=True) for number in outputs.reshape(-1)]
         return torch.stack(rows).detach().reshape(len(outputs), -1, len(self.theta))
+
+    def gradient(self, value, **options):
+        """Of one number in the parameters."""
+        return flat(torch.autograd.grad(value, list(self.parameters.values()), materialize_grads=True, **options))
 
     def value(self, outputs, targets):
         return self.loss(outputs, self.fit_targets(outputs, targets))
@@ -77,20 +70,12 @@ class Dense:
         if kind == "empirical":
             G = torch.einsum("nc,ncp->np", self.slope(outputs, targets).reshape(len(subset), -1), J)
             return G.T @ G * (times if is_sum else len(subset))
-        size = outputs.numel()
-        shape = outputs.shape
-        point = outputs.reshape(-1).requires_grad_()
-        (slope,) = torch.autograd.grad(self.value(point.reshape(shape), targets), point, create_graph=True)
-        H = torch.zeros(size, size, dtype=torch.float64)
-        if slope.requires_grad:
-            for i in range(size):
-                H[i] = torch.autograd.grad(slope[i], point, retain_graph=True)[0]
-        J = J.reshape(size, -1)
+        H = torch.autograd.functional.hessian(lambda y: self.value(y, targets), outputs)
+        H, J = H.reshape(outputs.numel(), -1), J.reshape(outputs.numel(), -1)
         return times * (J.T @ H @ J)
 
     def over(self, parts, theta=None):
         """f and its gradient over several batches of samples together, at these parameters."""
-        parameters = list(self.parameters.values())
         self.put(self.theta if theta is None else theta)
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
@@ -100,8 +85,7 @@ class Dense:
         outputs = torch.cat([self.run(self.model, self.case.inputs(index)) for index in parts])
         targets = None if self.case.targets is None else torch.cat([self.case.target(index) for index in parts])
         value = self.value(outputs, targets)
-        grads = torch.autograd.grad(value, parameters, allow_unused=True)
-        gradient = flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)])
+        gradient = self.gradient(value)
         self.put(self.theta)
         return float(value.detach()), gradient
 
@@ -122,10 +106,7 @@ class Dense:
     def block_mask(self):
         """(p, p): 1 where two parameters belong to the same module."""
         owners = [name.rpartition(".")[0] for name in self.parameters]
-        number = {owner: float(i) for i, owner in enumerate(dict.fromkeys(owners))}
-        ids = flat(
-            [torch.full((p.numel(),), number[o]) for o, p in zip(owners, self.parameters.values(), strict=True)]
-        )
+        ids = self.spread({name: owners.index(name.rpartition(".")[0]) for name in self.parameters})
         return (ids[:, None] == ids[None, :]).double()
 
     def spread(self, by_name):

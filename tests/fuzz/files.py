@@ -43,6 +43,7 @@ from typing import Any
 
 import torch
 
+from tests.run_folders import invoke
 from woodbury.experiments import train as training
 from woodbury.experiments.data import Dataset, read_cifar, read_covtype, read_idx, read_libsvm
 from woodbury.experiments.files import DataError, DataFile, Files
@@ -168,12 +169,7 @@ def _value(content: bytearray, draw: random.Random) -> None:
 
 
 DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
-    "flip": _flip,
-    "truncate": _truncate,
-    "insert": _insert,
-    "delete": _delete,
-    "line": _line,
-    "value": _value,
+    own.__name__.strip("_"): own for own in (_flip, _truncate, _insert, _delete, _line, _value)
 }
 
 
@@ -222,10 +218,6 @@ def finished(folder: Path) -> Any:
     return (folder / "model.pt").read_bytes()
 
 
-def loaded(folder: Path) -> Any:
-    return report.load([folder])
-
-
 def reported(folder: Path) -> Any:
     """The runs that a report reads; its tables and its page are made from them as well."""
     runs = report.load([folder])
@@ -236,11 +228,7 @@ def reported(folder: Path) -> Any:
 
 def commanded(folder: Path) -> Any:
     """What `woodbury report` prints; its errors are one line and status 2."""
-    from typer.testing import CliRunner
-
-    from woodbury import cli
-
-    done = CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(folder / "out")])
+    done = invoke("report", folder, "--out", folder / "out")
     if done.exit_code == 2:
         raise RunFolderError(done.output) if done.output.count("\n") == 1 else AssertionError(done.output)
     if done.exception is not None:
@@ -293,7 +281,11 @@ def make_targets(root: Path) -> dict[str, Target]:
         ("records", "complete", Target("records.jsonl", reported)),
         ("records by command", "complete", Target("records.jsonl", commanded, 1)),
         ("mark of records", "complete", Target("complete", reported, 5)),
-        ("unfinished records", "checkpoint smw-gn", Target("records.jsonl", loaded, checked=False)),
+        (
+            "unfinished records",
+            "checkpoint smw-gn",
+            Target("records.jsonl", lambda folder: report.load([folder]), checked=False),
+        ),
     ):
         shutil.copytree(root / source, root / name)
         targets[name] = target
@@ -419,32 +411,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="run this case alone and show what it did")
     parser.add_argument("--target", help="damage files of this kind alone")
     options = parser.parse_args(arguments)
+    started = time.monotonic()
+    numbers = range(options.count) if options.case is None else [options.case]
     with tempfile.TemporaryDirectory() as root:
         fuzzer = Fuzzer(Path(root))
-        if options.case is not None:
-            found = fuzzer.case(options.seed, options.case, options.target)
-            print(found.target, found.damage, found.outcome, found.detail, sep="\n")
-            return 0
-        counts: Counter[tuple[str, str]] = Counter()
-        failures = []
-        started = time.monotonic()
-        for number in range(options.count):
-            found = fuzzer.case(options.seed, number, options.target)
-            counts[found.target, found.outcome] += 1
-            counts["all", found.outcome] += 1
-            if found.outcome in ("wrong", "crashed"):
-                failures.append((number, found))
-            if number % 100 == 99 or number + 1 == options.count:
-                print(f"\r{number + 1} of {options.count} cases, {len(failures)} failed", end="", file=sys.stderr)
-        print(file=sys.stderr)
-        width = max(map(len, fuzzer.targets))
-        print(f"{'file':{width}}", *(f"{outcome:>8}" for outcome in OUTCOMES))
-        for name in (*fuzzer.targets, "all"):
-            print(f"{name:{width}}", *(f"{counts[name, outcome]:8}" for outcome in OUTCOMES))
-        print(f"{options.count} cases, seed {options.seed}, {time.monotonic() - started:.0f} s")
-        for number, found in failures:
-            print(f"--case {number}: {found.target}, {found.damage}: {found.outcome}, {found.detail[:300]}")
-    return 1 if failures else 0
+        found = {number: fuzzer.case(options.seed, number, options.target) for number in numbers}
+    counts = Counter((name, case.outcome) for case in found.values() for name in (case.target, "all"))
+    width = max(map(len, fuzzer.targets))
+    print(f"{'file':{width}}", *(f"{outcome:>8}" for outcome in OUTCOMES))
+    for name in (*fuzzer.targets, "all"):
+        print(f"{name:{width}}", *(f"{counts[name, outcome]:8}" for outcome in OUTCOMES))
+    print(f"{len(numbers)} cases, seed {options.seed}, {time.monotonic() - started:.0f} s")
+    failed = any(case.outcome in ("wrong", "crashed") for case in found.values())
+    for number, case in found.items():
+        if case.outcome in ("wrong", "crashed") or options.case is not None:
+            detail = case.detail if options.case is not None else case.detail[:300]
+            print(f"--case {number}: {case.target}, {case.damage}: {case.outcome}, {detail}")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ is right if its steps are the dense ones, or if `step` raises and leaves the par
 """
 
 import argparse
-import math
 import random
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import woodbury
+from tests.bounds import rounding
 
 from .dense import dense_parameters
 
@@ -50,6 +50,14 @@ class Reversed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return -g
+
+
+def mask_of(t):
+    return ((t > 0.3) | (t == t.max(1, keepdim=True).values)).double()
+
+
+def masked(y, t):
+    return (mask_of(t) * (y - t) ** 2).sum() / mask_of(t).sum()
 
 
 STEPS = {
@@ -89,14 +97,8 @@ LOSSES = {
         lambda y, t: (y - t).square().sum() / len(y),
     ),
     "constant added": (lambda y, t: F.mse_loss(y, t) + 5, lambda y, t: (y - t).square().mean() + 5),
-    "mask": (
-        lambda y, t: (mask_of(t) * (y - t) ** 2).sum() / mask_of(t).sum(),
-        lambda y, t: (mask_of(t) * (y - t) ** 2).sum() / mask_of(t).sum(),
-    ),
-    "selected": (
-        lambda y, t: F.mse_loss(y[mask_of(t) > 0], t[mask_of(t) > 0]),
-        lambda y, t: (mask_of(t) * (y - t).square()).sum() / mask_of(t).sum(),
-    ),
+    "mask": (masked, masked),
+    "selected": (lambda y, t: F.mse_loss(y[mask_of(t) > 0], t[mask_of(t) > 0]), masked),
     "by sample": (
         lambda y, t: sum(F.mse_loss(y[i], t[i]) for i in range(len(y))) / len(y),
         lambda y, t: (y - t).square().mean(),
@@ -107,10 +109,6 @@ LOSSES = {
     ),
     "quartic": (lambda y, t: ((y - t) ** 4).mean(), lambda y, t: (y - t).pow(4).mean()),
 }
-
-
-def mask_of(t):
-    return ((t > 0.3) | (t == t.max(1, keepdim=True).values)).double()
 
 
 def multiply(model, factor):
@@ -196,9 +194,7 @@ class Loop:
             return "WRONG: did not raise"
         expected, condition = dense
         error = (self.parameters() - expected).norm() / expected.norm()
-        bound = (
-            8 * 2.0**-52 * math.sqrt(len(expected)) * condition * (len(self.ordinary) + 1)
-        )  # see tests/bounds.py
+        bound = rounding(len(expected), condition, steps=len(self.ordinary) + 1)
         return "right" if error <= bound else f"WRONG: relative error {error:.1e}, bound {bound:.1e}"
 
     def parameters(self):

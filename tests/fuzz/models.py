@@ -58,39 +58,22 @@ def twice_rows(layer, inputs, grads):
     return {"gain": grads * (inner + layer.gain.detach() * inputs * (1 - inner**2)).unsqueeze(1)}
 
 
-class Bare(Parts):
-    """A parameter of a module without a rule."""
-
-    def __init__(self, width):
-        super().__init__(
-            scale=nn.Parameter(1 + 0.3 * torch.randn(width)), shift=nn.Parameter(0.3 * torch.randn(()))
-        )
-
-    def forward(self, x):
-        return self.scale * x + self.shift
+def bare(width):
+    """Parameters of a module without a rule."""
+    scale, shift = nn.Parameter(1 + 0.3 * torch.randn(width)), nn.Parameter(0.3 * torch.randn(()))
+    return Parts(lambda m, x: m.scale * x + m.shift, scale=scale, shift=shift)
 
 
-class TwoNames(Parts):
+def two_names(width):
     """One parameter under two names in one module."""
-
-    def __init__(self, width):
-        super().__init__(a=nn.Parameter(torch.randn(width, width) / width**0.5))
-        self.b = self.a
-
-    def forward(self, x):
-        return torch.tanh(x @ self.a) @ self.b
+    p = nn.Parameter(torch.randn(width, width) / width**0.5)
+    return Parts(lambda m, x: torch.tanh(x @ m.a) @ m.b, a=p, b=p)
 
 
-class ListTwice(nn.Module):
+def list_twice(width):
     """ParameterList([p, p])."""
-
-    def __init__(self, width):
-        super().__init__()
-        p = nn.Parameter(torch.randn(width, width) / width**0.5)
-        self.both = nn.ParameterList([p, p])
-
-    def forward(self, x):
-        return torch.tanh(x @ self.both[0]) @ self.both[1]
+    p = nn.Parameter(torch.randn(width, width) / width**0.5)
+    return Parts(lambda m, x: torch.tanh(x @ m.both[0]) @ m.both[1], both=nn.ParameterList([p, p]))
 
 
 def twice(width):
@@ -114,16 +97,11 @@ def two_steps(module, x):
     return state[0] if isinstance(state, tuple) else state
 
 
-class Recurrent(Parts):
+def recurrent(module, x):
     """An RNN of any kind; by transposing, if it wants positions first."""
-
-    def __init__(self, rnn):
-        super().__init__(rnn=rnn)
-
-    def forward(self, x):
-        if self.rnn.batch_first:
-            return self.rnn(x)[0]
-        return self.rnn(x.transpose(0, 1))[0].transpose(0, 1)
+    if module.rnn.batch_first:
+        return module.rnn(x)[0]
+    return module.rnn(x.transpose(0, 1))[0].transpose(0, 1)
 
 
 class Attention(Parts):
@@ -159,16 +137,11 @@ def places(length, width, expanded):
     return Parts(run, table=nn.Embedding(length, width))
 
 
-class Padded(Parts):
+def padded(module, x):
     """torch's encoder with a mask of padded positions that comes from the data."""
-
-    def __init__(self, encoder):
-        super().__init__(encoder=encoder)
-
-    def forward(self, x):
-        mask = x[..., 0] > 0.5
-        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
-        return self.encoder(x, src_key_padding_mask=mask)
+    mask = x[..., 0] > 0.5
+    mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
+    return module.encoder(x, src_key_padding_mask=mask)
 
 
 def stretch(module, arguments, output):
@@ -201,16 +174,15 @@ MIXTURES = {
 }
 
 
-class Net(Parts):
-    """The stages in turn."""
+def in_turn(stages):
+    """The stages one after the other, in a module that is no nn.Sequential."""
 
-    def __init__(self, stages):
-        super().__init__(stages=nn.ModuleList(stages))
-
-    def forward(self, x):
-        for stage in self.stages:
+    def run(m, x):
+        for stage in m.stages:
             x = stage(x)
         return x
+
+    return Parts(run, stages=nn.ModuleList(stages))
 
 
 class Builder:
@@ -396,15 +368,15 @@ class Builder:
         if self.width in (2, 4):
             return Attention(nn.MultiheadAttention(self.width, 1, add_bias_kv=True, batch_first=True))
 
-    def encoder(self, padded):
-        if self.width not in ((2, 4) if padded else (2,)):
+    def encoder(self, masked):
+        if self.width not in ((2, 4) if masked else (2,)):
             return None
         training = self.chance(0.5)
-        options = {} if padded else {"norm_first": self.chance(0.5)}
+        options = {} if masked else {"norm_first": self.chance(0.5)}
         layer = nn.TransformerEncoderLayer(
-            self.width, 2 if padded else 1, 3, dropout=0.0, batch_first=True, **options
+            self.width, 2 if masked else 1, 3, dropout=0.0, batch_first=True, **options
         )
-        return (Padded(nn.TransformerEncoder(layer, 1)) if padded else layer).train(training)
+        return (Parts(padded, encoder=nn.TransformerEncoder(layer, 1)) if masked else layer).train(training)
 
     def recurrent(self):
         if self.width > 4:
@@ -417,7 +389,7 @@ class Builder:
         if tied:
             rnn.weight_hh_l0 = rnn.weight_ih_l0
             self.features.add("RNN-tied")
-        return Recurrent(rnn)
+        return Parts(recurrent, rnn=rnn)
 
     def convolution(self, cls):
         rng, channels, length = self.rng, self.length, min(self.h.shape[2:])
@@ -507,7 +479,7 @@ ON_VECTORS = {
     "BatchNorm-eval": Kind(1, lambda b: b.still(nn.BatchNorm1d)),
     "PReLU": Kind(1, lambda b: nn.PReLU(b.rng.choice([1, b.width]))),
     "Bilinear": Kind(1, lambda b: pairs(b.width, b.out)),
-    "bare": Kind(1, lambda b: Bare(b.width), fallback=True),
+    "bare": Kind(1, lambda b: bare(b.width), fallback=True),
     "Gain": Kind(0.7, lambda b: Gain(b.width)),
     "TwiceInside": Kind(0.7, lambda b: TwiceInside(b.width)),
     "frozen": Kind(1, Builder.frozen, after=Builder.activation),
@@ -516,8 +488,8 @@ ON_VECTORS = {
     "spectral_norm": Kind(
         0.6, lambda b: parametrizations.spectral_norm(nn.Linear(b.width, b.out)).eval(), fallback=True
     ),
-    "two-names": Kind(0.4, lambda b: TwoNames(b.width), fallback=True),
-    "ParameterList": Kind(0.4, lambda b: ListTwice(b.width), fallback=True),
+    "two-names": Kind(0.4, lambda b: two_names(b.width), fallback=True),
+    "ParameterList": Kind(0.4, lambda b: list_twice(b.width), fallback=True),
     "cell": Kind(
         0.6,
         lambda b: Parts(two_steps, cell=b.rng.choice([nn.RNNCell, nn.LSTMCell, nn.GRUCell])(b.width, b.out)),
@@ -540,12 +512,12 @@ ON_SEQUENCES = {
     "Conv1d": Kind(3, lambda b: b.convolution(nn.Conv1d), after=Builder.maybe_activation),
     "ConvTranspose1d": Kind(1, lambda b: b.transposed_convolution(nn.ConvTranspose1d, 6)),
     "MultiheadAttention": Kind(1.5, Builder.attention),
-    "TransformerEncoderLayer": Kind(1, lambda b: b.encoder(padded=False)),
-    "TransformerEncoder-padded": Kind(0.8, lambda b: b.encoder(padded=True)),
+    "TransformerEncoderLayer": Kind(1, lambda b: b.encoder(masked=False)),
+    "TransformerEncoder-padded": Kind(0.8, lambda b: b.encoder(masked=True)),
     "bias_kv": Kind(0.4, Builder.extended_attention, fallback=True),
     "RNN": Kind(1.5, Builder.recurrent, fallback=True),
     "Bilinear": Kind(0.5, lambda b: pairs(b.width, b.out)),
-    "bare": Kind(0.5, lambda b: Bare(b.width), fallback=True),
+    "bare": Kind(0.5, lambda b: bare(b.width), fallback=True),
     "called-twice": Kind(0.7, lambda b: twice(b.width)),
     "tied": Kind(0.7, Builder.tied),
     "cumsum": Kind(0.5, lambda b: Function(torch.cumsum, 1)),

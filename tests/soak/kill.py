@@ -24,8 +24,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
+from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,13 @@ class Counts:
     leftovers: int = 0  # kills in the middle of a write: the temporary file was there
     faults: list[str] = field(default_factory=list)
 
+    def tell(self, seconds: float) -> None:
+        moments = ", ".join(f"{number} {name}" for name, number in sorted(self.kills.items()))
+        print(f"{self.kills.total()} kills ({moments}) in {self.starts} starts; {seconds:.0f} s")
+        print(f"kills in the middle of a write: {self.leftovers}")
+        print(f"checkpoints compared after a kill: {self.checkpoints}, {'FAULTS' if self.faults else 'all equal'}")
+        print("runs that ended and were compared:", self.runs.total(), dict(self.runs), *self.faults, sep="\n")
+
 
 class Job:
     """Something that is killed and started again until it ends.
@@ -110,12 +117,6 @@ class Job:
     a function and its arguments, `size(out)`: a number that grows as it goes on, and `result(out)`: what it leaves
     at its end, without times.
     """
-
-    call: Any
-    size: Any
-    result: Any
-    temporary: str
-    checkpoint: str
 
     def __init__(self, name: str, root: Path) -> None:
         """Run it once without a kill."""
@@ -252,13 +253,11 @@ def wait_and_kill(job: Job, process: processes.Started, moment: str, out: Path, 
 
 def soak(kills: int, makes: Sequence[Callable[[Path], Job]], draw: random.Random, root: Path) -> Counts:
     """Kill so many times, over all jobs in turn, and let the last one end."""
-    counts, jobs = Counts(), dict[int, Job]()
-    for number in count():
+    counts, make_once = Counts(), cache(lambda make: make(root))
+    for number, make in enumerate(cycle(makes)):
         if counts.kills.total() >= kills:
             return counts
-        kind = number % len(makes)
-        job = jobs[kind] = jobs.get(kind) or makes[kind](root)
-        out, ended = root / f"job{number}", False
+        job, out, ended = make_once(make), root / f"job{number}", False
         out.mkdir()
         while not ended:
             moment = draw.choices(("start", "step", "write"), (1, 4, 5))[0]
@@ -295,19 +294,9 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as root:
             counts = soak(kills, makes, draw, Path(root))
         print(file=sys.stderr)
-        tell(counts, time.monotonic() - started)
+        counts.tell(time.monotonic() - started)
         faults += len(counts.faults)
     return 1 if faults else 0
-
-
-def tell(counts: Counts, seconds: float) -> None:
-    moments = ", ".join(f"{number} {name}" for name, number in sorted(counts.kills.items()))
-    print(f"{counts.kills.total()} kills ({moments}) in {counts.starts} starts; {seconds:.0f} s")
-    print(f"kills in the middle of a write: {counts.leftovers}")
-    print(f"checkpoints compared after a kill: {counts.checkpoints}, all equal" if not counts.faults else "FAULTS")
-    print(
-        f"runs that ended and were compared: {counts.runs.total()} {dict(counts.runs)}", *counts.faults, sep="\n"
-    )
 
 
 if __name__ == "__main__":
