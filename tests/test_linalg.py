@@ -6,7 +6,7 @@ import torch
 import bounds
 import processes
 from woodbury import linalg
-from woodbury.linalg import factor_cholesky, solve_conjugate_gradient, solve_factored
+from woodbury.linalg import factor_cholesky, reciprocal_condition, solve_conjugate_gradient, solve_factored
 
 
 @pytest.mark.parametrize("blocks, size", [(1, 1), (1, 8), (3, 5)])
@@ -17,7 +17,10 @@ def test_solvers_solve_every_block(blocks, size):
     exact = torch.linalg.solve(matrix, rhs.unsqueeze(-1)).squeeze(-1)
     condition = float(torch.linalg.cond(matrix).max())
     bound = bounds.rounding(size, condition) * exact.norm()
-    assert (solve_factored(factor_cholesky(matrix)[0], rhs) - exact).norm() <= bound
+    lower, eigenvalues = factor_cholesky(matrix)[0], torch.linalg.eigvalsh(matrix)
+    assert (solve_factored(lower, rhs) - exact).norm() <= bound
+    least = (eigenvalues[:, 0] / eigenvalues[:, -1]).min()
+    assert least <= reciprocal_condition(lower) + bounds.rounding(size)  # relative to the largest
     found = solve_conjugate_gradient(lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, 1e-12, 500)
     assert (found.x - exact).norm() <= bound + 1e-12 * condition * exact.norm()
     assert (found.ok and 0 < found.iterations < 500) or blocks == 1
