@@ -357,7 +357,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 # From so many rows and columns on it pays to leave out half of a symmetric product, in strips: 4 on a CPU,
 # elsewhere of 320 rows or more and at most 16.
-_HALVED_ON_CPU, _HALVED_ELSEWHERE = 192, 1024
+_HALVED_ON_CPU, _HALVED_ELSEWHERE = 256, 1024
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -387,7 +387,12 @@ def add_own_product(product: Tensor, a: Tensor, beta: int = 1) -> Tensor:
     if strips == 1:
         return product.addmm_(a, a.t(), beta=beta)
     for rows in windows(a.shape[0], -(-a.shape[0] // strips)):
-        strip = product[rows, : rows.stop]
-        strip.addmm_(a[rows], a[: rows.stop].t(), beta=beta)
-        product[: rows.start, rows] = strip[:, : rows.start].t()
+        strip, left, right = product[rows, : rows.stop], a[rows], a[: rows.stop]
+        if a.is_cuda:
+            strip.addmm_(left, right.t(), beta=beta)
+        else:  # in memory of its own: on ARM a product into part of a matrix takes half as long again
+            own = F.linear(left, right)
+            strip.copy_(strip + own if beta else own)
+        if rows.start:
+            product[: rows.start, rows] = strip[:, : rows.start].t()
     return product

@@ -88,7 +88,7 @@ class Layout:
         if self.is_plain:
             return coefficients.unsqueeze(1) * rows
         pairs = zip(self.split(coefficients), self.split(rows), strict=True)
-        parts = [torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs]
+        parts = [c * h[:, 0] if c.shape[1] == 1 else torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
