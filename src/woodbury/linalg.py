@@ -7,6 +7,7 @@ one per layer: shapes below say (b, m) for (m,) or (b, m).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -190,18 +191,20 @@ def solve_in_sample_space(
     shift, length, _ = compute(damping * divisor, damping * term_count, damping)
     head = gram if gram.shape[-2] == m else gram.narrow(-2, 0, m)
     matrix = plus_diagonal(head.narrow(-1, 0, m) if gradient_rows else head, shift)
-    constant = e is None and gradient_rows > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
-    rhs = shift if constant else e * shift
-    if gradient_rows:
-        rhs = rhs - head.narrow(-1, m, gradient_rows).sum(-1)
+    outside = ones(gradient_rows, gram.dtype, gram.device) if gradient_rows else None
+    if outside is None:
+        rhs = e * shift
+    elif gram.dim() > 2 or isinstance(shift, Tensor):
+        rhs = e * shift - head.narrow(-1, m, gradient_rows).sum(-1)
+    else:  # the same in one operation
+        rhs = torch.addmv(e, head.narrow(-1, m, gradient_rows), outside, beta=shift, alpha=-1)
     if projected_base is not None:
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
     curvature = sum_of_squares(e - x) * (divisor / (term_count * term_count))
-    if gradient_rows:
-        outside = ones(gradient_rows, gram.dtype, gram.device)
+    if outside is not None:
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), gradient_rows)], dim=-1)
     return SampleSpaceStep(x / length, curvature, solution.ok)
 
@@ -240,8 +243,14 @@ def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
 
 def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
     """A bound on the rounding error of v^T A v for A >= 0: eps trace(A) |v|^2, summed over blocks."""
-    trace = scalar(matrix.diagonal(dim1=-2, dim2=-1).sum())
-    return torch.finfo(matrix.dtype).eps * trace * sum_of_squares(vector)
+    return torch.finfo(matrix.dtype).eps * trace(matrix) * sum_of_squares(vector)
+
+
+def trace(matrix: Tensor) -> Scalar:
+    """The trace, summed over blocks; A (b, m, m)."""
+    if matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1]:
+        return scalar(torch.trace(matrix))
+    return scalar(matrix.diagonal(dim1=-2, dim2=-1).sum())
 
 
 class _ChangedPrecision:
@@ -259,8 +268,9 @@ class _ChangedPrecision:
 class _FullPrecision(ForAllThreads):
     """Inside, float32 matrix products use neither TF32 nor bfloat16, whatever the global settings say."""
 
-    def __call__(self) -> _FullPrecision:
-        return self
+    def __call__(self) -> AbstractContextManager[None]:
+        """Nothing to enter where there is nothing to change, and no thread inside that will change it back."""
+        return _NOTHING if self._changed is None and _FULL.issuperset(_precision()) else self
 
     @staticmethod
     def settings() -> tuple[str, ...]:
@@ -269,6 +279,7 @@ class _FullPrecision(ForAllThreads):
 
 
 full_precision = _FullPrecision(_ChangedPrecision)
+_NOTHING = nullcontext()
 _FULL = {"ieee", "none", "highest"}
 
 # torch 2.9 gave each backend its own setting; to use the older one as well raises an error.

@@ -70,6 +70,8 @@ class Layout:
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """(r, ...) -> (n, k, ...) of each piece."""
+        if len(self.pieces) == 1:
+            return [rows.view(*self.pieces[0], *rows.shape[1:])]
         parts, row = [], 0
         for n, k in self.pieces:
             parts.append(rows[row : row + n * k].view(n, k, *rows.shape[1:]))  # faster than unflatten

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from woodbury.device.scalars import Scale
 from woodbury.model.plan import Plan
-from woodbury.row_matrix import Rows
+from woodbury.row_matrix import Rows, sum_terms
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Blocks:
 
     def join(self, terms: list[Tensor]) -> Tensor:
         """The sum of the terms of each block, from one term per layer."""
-        stacked = torch.stack(terms)
-        return stacked.sum(0) if self.is_whole else stacked
+        return sum_terms(terms) if self.is_whole else torch.stack(terms)
 
 
 BLOCKS = {name: Blocks(name) for name in ("full", "layer")}
