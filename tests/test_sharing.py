@@ -1003,7 +1003,7 @@ def test_layers_left_out_at_random_are_the_same_in_every_pass(draw, curvature_sa
     assert len(used) > 1  # the layers left out do change
 
 
-@pytest.mark.parametrize("rows, columns", [(300, 250), (401, 193), (7, 500), (500, 7)])
+@pytest.mark.parametrize("rows, columns", [(300, 260), (401, 257), (7, 500), (500, 7)])
 def test_a_symmetric_product_in_strips_is_the_whole_product(rows, columns):
     a = torch.randn(columns, rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64).t()
     first = torch.eye(rows, dtype=torch.float64)

@@ -190,15 +190,16 @@ def solve_in_sample_space(
     # damping is computed by the same kernel, for the predicted decrease
     shift, length, _ = compute(damping * divisor, damping * term_count, damping)
     head = gram if gram.shape[-2] == m else gram.narrow(-2, 0, m)
-    matrix = plus_diagonal(head.narrow(-1, 0, m) if gradient_rows else head, shift)
+    inside, others = head.split_with_sizes([m, gradient_rows], -1) if gradient_rows else (head, head)
+    matrix = plus_diagonal(inside, shift)
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     outside = ones(gradient_rows, gram.dtype, gram.device) if gradient_rows else None
     if outside is None:
         rhs = e * shift
     elif gram.dim() > 2 or isinstance(shift, Tensor):
-        rhs = e * shift - head.narrow(-1, m, gradient_rows).sum(-1)
+        rhs = e * shift - others.sum(-1)
     else:  # the same in one operation
-        rhs = torch.addmv(e, head.narrow(-1, m, gradient_rows), outside, beta=shift, alpha=-1)
+        rhs = torch.addmv(e, others, outside, beta=shift, alpha=-1)
     if projected_base is not None:
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))

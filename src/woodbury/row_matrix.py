@@ -61,7 +61,7 @@ def forming_pays(sizes: tuple[tuple[int, int, int, int], ...], r: int, head: int
     return formed < factored
 
 
-def sum_terms(terms: Sequence[Tensor]) -> Tensor:
+def sum_terms(terms: list[Tensor]) -> Tensor:
     """The sum of tensors of one shape, one per layer."""
     return torch.stack(terms).sum(0) if len(terms) > 3 else functools.reduce(torch.add, terms)
 

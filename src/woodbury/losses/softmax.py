@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from woodbury.device.constants import indices
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.losses.factors import Factor, SoftmaxFactor, by_position, by_sample
-from woodbury.losses.rules import StructuredRule, check_weights, register_loss, smallest_probability
+from woodbury.losses.rules import StructuredRule, buffer_of, check_weights, register_loss, smallest_probability
 
 
 @register_loss(nn.CrossEntropyLoss)
@@ -138,8 +138,8 @@ class Softmax(StructuredRule):
             return targets.shape[0]
         return scalar((targets >= 0).sum(dtype=torch.float64))
 
-    def count_of_first(self, loss: Any, targets: Tensor, samples: int) -> Scalar:
-        is_plain = targets.dim() == 1 and loss.weight is None
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        is_plain = targets.dim() == 1 and buffer_of(loss, "weight") is None
         return samples if is_plain else self.count(loss, targets[:samples])
 
     def column_count(self, shape: Sequence[int]) -> int:
@@ -276,9 +276,9 @@ def _smoothing(loss: nn.Module) -> float:
     return smoothing
 
 
-def _weight(loss: Any, dtype: torch.dtype) -> Tensor | None:
+def _weight(loss: nn.Module, dtype: torch.dtype) -> Tensor | None:
     """w (C,), None for ones."""
-    weight = loss.weight
+    weight = buffer_of(loss, "weight")
     return None if weight is None else weight.to(dtype)
 
 

@@ -26,7 +26,7 @@ from woodbury._random import Snapshot, replayed
 from woodbury._vector import Space, Vector
 from woodbury.curvature import Curvature
 from woodbury.device.constants import ones
-from woodbury.device.scalars import Scalar, Truth, compute, scalar
+from woodbury.device.scalars import Scalar, Truth, compute
 from woodbury.linalg import sum_of_squares, trace
 from woodbury.losses.factors import Factor
 from woodbury.model.plan import Plan
