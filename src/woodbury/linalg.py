@@ -244,14 +244,8 @@ def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
 
 def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
     """A bound on the rounding error of v^T A v for A >= 0: eps trace(A) |v|^2, summed over blocks."""
-    return torch.finfo(matrix.dtype).eps * trace(matrix) * sum_of_squares(vector)
-
-
-def trace(matrix: Tensor) -> Scalar:
-    """The trace, summed over blocks; A (b, m, m)."""
-    if matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1]:
-        return scalar(torch.trace(matrix))
-    return scalar(matrix.diagonal(dim1=-2, dim2=-1).sum())
+    trace = matrix.trace() if matrix.dim() == 2 else matrix.diagonal(dim1=-2, dim2=-1).sum()
+    return torch.finfo(matrix.dtype).eps * scalar(trace) * sum_of_squares(vector)
 
 
 class _ChangedPrecision:
