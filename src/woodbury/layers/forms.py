@@ -225,7 +225,7 @@ class OuterSum:
         """The sum itself: name -> tensor of the parameter's shape."""
         vector = {}
         if self.weight is not None:
-            vector[self.weight] = self.contracted.t() @ self.inputs
+            vector[self.weight] = self.contracted.t().mm(self.inputs)
         if self.bias is not None:
             vector[self.bias] = self.contracted.sum(0)
         return vector
@@ -346,8 +346,8 @@ def shifted_product(a: Tensor, b: Tensor, bias: bool, dtype: torch.dtype | None 
 
 
 _FUSED = 2**17  # outputs from which a GPU is faster with b added within the product
-# With the Arm Compute Library torch takes 70 us to begin a product v W^T, and none for v A: so long as both have
-# less numbers than this, W^T is copied.
+# With the Arm Compute Library torch takes 70 us to begin a product v W^T of more than 8 rows and columns, and none
+# for v A: where both have fewer numbers than this, W^T is copied.
 _COPIED = 2**16 if getattr(torch.backends.mkldnn, "is_acl_available", bool)() else 0
 
 
@@ -355,16 +355,11 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """v W^T + b."""
     if inputs.is_cuda and bias is not None and inputs.shape[0] * weight.shape[0] < _FUSED:
         return F.linear(inputs, weight).add_(bias)
-    if inputs.numel() < _COPIED and weight.numel() < _COPIED and _begins_slowly(inputs, weight):
+    small = inputs.numel() < _COPIED and weight.numel() < _COPIED
+    if small and inputs.dtype == torch.float32 and inputs.dim() == 2 and min(weight.shape) > 8 and inputs.is_cpu:
         right = weight.t().contiguous()
         return inputs.mm(right) if bias is None else torch.addmm(bias, inputs, right)
     return F.linear(inputs, weight, bias)
-
-
-def _begins_slowly(inputs: Tensor, weight: Tensor) -> bool:
-    """Whether v W^T is one of the products of matrices that the Arm Compute Library computes."""
-    smallest = min(inputs.shape[0], *weight.shape)
-    return inputs.is_cpu and inputs.dtype == torch.float32 and inputs.dim() == 2 and smallest > 8
 
 
 # From so many rows and columns on it pays to leave out half of a symmetric product, in strips: 4 on a CPU,
