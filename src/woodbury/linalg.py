@@ -192,20 +192,20 @@ def solve_in_sample_space(
     head = gram if gram.shape[-2] == m else gram.narrow(-2, 0, m)
     inside, others = head.split_with_sizes([m, gradient_rows], -1) if gradient_rows else (head, head)
     matrix = plus_diagonal(inside, shift)
+    constant, outside = e is None and gradient_rows > 0, ones(gradient_rows, gram.dtype, gram.device)
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
-    outside = ones(gradient_rows, gram.dtype, gram.device) if gradient_rows else None
-    if outside is None:
-        rhs = e * shift
-    elif gram.dim() > 2 or isinstance(shift, Tensor):
-        rhs = e * shift - others.sum(-1)
-    else:  # the same in one operation
+    if gradient_rows and gram.dim() == 2 and not isinstance(shift, Tensor):  # the same in one operation
         rhs = torch.addmv(e, others, outside, beta=shift, alpha=-1)
+    else:
+        rhs = shift if constant else e * shift
+        if gradient_rows:
+            rhs = rhs - others.sum(-1)
     if projected_base is not None:
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
     curvature = sum_of_squares(e - x) * (divisor / (term_count * term_count))
-    if outside is not None:
+    if gradient_rows:
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), gradient_rows)], dim=-1)
     return SampleSpaceStep(x / length, curvature, solution.ok)
 
@@ -265,7 +265,8 @@ class _FullPrecision(ForAllThreads):
 
     def __call__(self) -> AbstractContextManager[None]:
         """Nothing to enter where there is nothing to change, and no thread inside that will change it back."""
-        return _NOTHING if self._changed is None and _FULL.issuperset(_precision()) else self
+        with self._lock:
+            return _NOTHING if self._changed is None and _FULL.issuperset(_precision()) else self
 
     @staticmethod
     def settings() -> tuple[str, ...]:

@@ -6,9 +6,9 @@ sample-major (row = i k + a) and stored layer by layer; U itself is formed only 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Slab(NamedTuple):
     size: int
 
 
-@functools.lru_cache(256)
+@lru_cache(256)
 def forming_pays(sizes: tuple[tuple[int, int, int, int], ...], r: int, head: int) -> bool:
     """Whether p formed, with the first `head` rows of K, costs less than p factored, with all of K.
 
@@ -59,11 +59,6 @@ def forming_pays(sizes: tuple[tuple[int, int, int, int], ...], r: int, head: int
         if index == 0:  # the first layer in the trial pass: known from its Gram matrix, or computed
             formed += min(2 * n * n * (i + o), 2 * n * i * o)
     return formed < factored
-
-
-def sum_terms(terms: list[Tensor]) -> Tensor:
-    """The sum of tensors of one shape, one per layer."""
-    return torch.stack(terms).sum(0) if len(terms) > 3 else functools.reduce(torch.add, terms)
 
 
 class Rows:
@@ -157,7 +152,7 @@ class Rows:
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """U v, (r,), for a vector v by parameter name (the paper's J theta_1)."""
-        return sum_terms(self.layer_matvec(vector))
+        return torch.stack(self.layer_matvec(vector)).sum(0)
 
     def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
         """The terms of `matvec`, one per layer."""

@@ -145,11 +145,8 @@ class OuterRows(WeightRows):
 
     def _times_inputs(self, other: OuterRows, inner: Tensor, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         """h . h' times `inner` of the samples, (r, r')."""
-        outer, spread, k = (
-            product(self.grads, other.grads, dtype),
-            other.layout.of_columns(inner),
-            self.layout.width,
-        )
+        outer, k = product(self.grads, other.grads, dtype), self.layout.width
+        spread = other.layout.of_columns(inner)
         if k == 0:
             spread = self.layout.of_rows(spread)
             return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)

@@ -92,15 +92,13 @@ class Logistic(StructuredRule):
         else:
             residual = (1 + (pos_weight - 1) * targets) * outputs.sigmoid() - pos_weight * targets
         share = share_of_output(loss, outputs)
-        if weight is not None:
-            return residual * (weight * share)
-        return residual if share == 1.0 else residual * share
+        if weight is None and share == 1.0:
+            return residual
+        return residual * (share if weight is None else weight * share)
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
-        variance, share = outputs.sigmoid() * outputs.neg().sigmoid(), share_of_output(loss, outputs)
-        if share != 1.0:
-            variance = variance * share
+        variance = outputs.sigmoid() * outputs.neg().sigmoid() * share_of_output(loss, outputs)
         weight, pos_weight = _weights(loss, outputs, targets)
         if pos_weight is not None:
             variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))

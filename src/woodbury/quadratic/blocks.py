@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from woodbury.device.scalars import Scale
 from woodbury.model.plan import Plan
-from woodbury.row_matrix import Rows, sum_terms
+from woodbury.row_matrix import Rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class Blocks:
 
     def join(self, terms: list[Tensor]) -> Tensor:
         """The sum of the terms of each block, from one term per layer."""
-        return sum_terms(terms) if self.is_whole else torch.stack(terms)
+        if self.is_whole and len(terms) < 4:
+            return reduce(torch.add, terms)
+        stacked = torch.stack(terms)
+        return stacked.sum(0) if self.is_whole else stacked
 
 
 BLOCKS = {name: Blocks(name) for name in ("full", "layer")}
