@@ -255,8 +255,7 @@ def check_weights(loss: nn.Module, name: str) -> None:
 
 def buffer_of(loss: nn.Module, name: str) -> Any:
     """A buffer of the loss, or None; torch's own search for it takes as long as a small operation."""
-    buffers = loss._buffers
-    return buffers[name] if name in buffers else getattr(loss, name)
+    return loss._buffers[name] if name in loss._buffers else getattr(loss, name)
 
 
 def share_of_output(loss: Any, outputs: Tensor) -> float:
