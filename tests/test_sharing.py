@@ -24,7 +24,7 @@ from fuzz.models import Attention, Parts, bare, list_twice
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows, shaken
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, SumRows
-from woodbury.layers.forms import add_own_product
+from woodbury.layers.forms import add_own_product, linear
 
 N = 5
 
@@ -872,7 +872,22 @@ def test_layers_left_out_at_random_are_the_same_in_every_pass(draw, curvature_sa
     assert len(used) > 1  # the layers left out do change
 
 
-@pytest.mark.parametrize("rows, columns", [(300, 250), (401, 193), (7, 500), (500, 7)])
+@pytest.mark.parametrize(
+    "samples, inputs, outputs", [(1, 9, 9), (9, 9, 9), (60, 20, 50), (60, 20, 3), (70, 1000, 9)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_is_that_of_its_columns_whichever_way_torch_computes_it(samples, inputs, outputs, dtype):
+    draws = torch.Generator().manual_seed(0)
+    sizes = (samples, inputs), (outputs, inputs), (outputs,)
+    v, weight, bias = (torch.randn(size, generator=draws, dtype=dtype) for size in sizes)
+    columns = [(v.double() * row).sum(1) for row in weight.double()]
+    bound = bounds.rounding(inputs, dtype=dtype) * float(v.norm(dim=1).max() * weight.norm(dim=1).max())
+    for own in (None, bias):
+        expected = torch.stack(columns, dim=1) + (0.0 if own is None else own.double())
+        torch.testing.assert_close(linear(v, weight, own).double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("rows, columns", [(300, 260), (401, 257), (7, 500), (500, 7)])
 def test_a_symmetric_product_in_strips_is_the_whole_product(rows, columns):
     a = torch.randn(columns, rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64).t()
     first = torch.eye(rows, dtype=torch.float64)

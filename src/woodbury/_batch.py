@@ -83,7 +83,7 @@ def check_batch(inputs: Any, targets: Tensor | None) -> int:
 
 def _check_finite(tensor: Tensor, what: str, samples: int) -> None:
     """Raise if a value is nan or infinite; not checked on other devices than the CPU, as that would wait."""
-    if tensor.device.type != "cpu" or not tensor.is_floating_point():
+    if not tensor.is_cpu or not tensor.is_floating_point():
         return
     # A sum is cheap. It can overflow though all values are finite: only then look at each.
     if math.isfinite(tensor.sum().item()) or torch.isfinite(tensor).all():

@@ -30,16 +30,15 @@ def new_state(seed: int | None) -> Tensor:
     return generator.get_state()
 
 
-def _generator(state: Tensor) -> torch.Generator:
+def _in_state(generator: torch.Generator, state: Tensor) -> torch.Generator:
     """A CPU generator in this state, which may have been moved to another device with the rest of a checkpoint."""
-    generator = torch.Generator(device="cpu")
     generator.set_state(state.cpu())
     return generator
 
 
 def draw_seed(state: Tensor) -> tuple[int, Tensor]:
     """A seed for another generator, and the state after it."""
-    generator = _generator(state)
+    generator = _in_state(torch.Generator(device="cpu"), state)
     return int(torch.randint(2**62, (), generator=generator, device="cpu")), generator.get_state()
 
 
@@ -51,6 +50,7 @@ class Orders:
     """
 
     def __init__(self) -> None:
+        self._generator: torch.Generator | None = None  # made once: that takes longer than to set its state
         self._kind: tuple[int, torch.device] | None = None
         # id of a state -> the state, its version, the permutation drawn from it, the state after
         self._known: dict[int, tuple[Tensor, int, Tensor, Tensor]] = {}
@@ -58,13 +58,13 @@ class Orders:
     def draw(self, sample_count: int, state: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """A permutation of range(sample_count) and the state after it."""
         if device.type == "cpu":
-            return _draw(sample_count, state, 1)[0]
+            return self._draw(sample_count, state, 1)[0]
         if state.is_inference():  # it has no version that shows a change
-            order, after = _draw(sample_count, state, 1)[0]
+            order, after = self._draw(sample_count, state, 1)[0]
             return order.to(device, non_blocking=True), after
         kind, known = (sample_count, device), self._known.get(id(state))
         if known is None or self._kind != kind or known[0] is not state or known[1] != state._version:
-            drawn = _draw(sample_count, state, max(1, min(_AHEAD, _MAX_NUMBERS // sample_count)))
+            drawn = self._draw(sample_count, state, max(1, min(_AHEAD, _MAX_NUMBERS // sample_count)))
             orders = torch.stack([order for order, _ in drawn]).to(device, non_blocking=True).unbind()
             states = [state, *(after for _, after in drawn)]
             self._kind = kind
@@ -75,17 +75,15 @@ class Orders:
             known = self._known[id(state)]
         return known[2:]
 
+    def _draw(self, sample_count: int, state: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
+        """Permutations drawn one after the other, each with the state after it."""
+        if self._generator is None:
+            self._generator = torch.Generator(device="cpu")
+        own = _in_state(self._generator, state)
+        return [(torch.randperm(sample_count, generator=own, device="cpu"), own.get_state()) for _ in range(times)]
+
 
 _AHEAD, _MAX_NUMBERS = 16, 2**16  # permutations drawn at once, and numbers in them
-
-
-def _draw(sample_count: int, state: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
-    """Permutations drawn one after the other, each with the state after it."""
-    generator = _generator(state)
-    return [
-        (torch.randperm(sample_count, generator=generator, device="cpu"), generator.get_state())
-        for _ in range(times)
-    ]
 
 
 def snapshot(device: torch.device) -> Snapshot:

@@ -58,7 +58,7 @@ class Space:
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a flat tensor, by name."""
-        pieces = flat.split(self.sizes)
+        pieces = flat.split_with_sizes(self.sizes)
         return {
             name: piece if len(shape) == 1 else piece.view(shape)
             for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
@@ -156,8 +156,8 @@ def weighted_sum(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector:
 
 def like(part: Tensor, other: Tensor) -> Tensor:
     """A tensor in the type and on the device of another; itself where it is so already."""
-    same = part.dtype == other.dtype and part.device == other.device
-    return part if same else part.to(device=other.device, dtype=other.dtype)
+    same_device = part.is_cpu if other.is_cpu else part.device == other.device
+    return part if same_device and part.dtype == other.dtype else part.to(device=other.device, dtype=other.dtype)
 
 
 def flatten(parts: Mapping[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ one per layer: shapes below say (b, m) for (m,) or (b, m).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -189,19 +190,22 @@ def solve_in_sample_space(
     # damping is computed by the same kernel, for the predicted decrease
     shift, length, _ = compute(damping * divisor, damping * term_count, damping)
     head = gram if gram.shape[-2] == m else gram.narrow(-2, 0, m)
-    matrix = plus_diagonal(head.narrow(-1, 0, m) if gradient_rows else head, shift)
-    constant = e is None and gradient_rows > 0
+    inside, others = head.split_with_sizes([m, gradient_rows], -1) if gradient_rows else (head, head)
+    matrix = plus_diagonal(inside, shift)
+    constant, outside = e is None and gradient_rows > 0, ones(gradient_rows, gram.dtype, gram.device)
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
-    rhs = shift if constant else e * shift
-    if gradient_rows:
-        rhs = rhs - head.narrow(-1, m, gradient_rows).sum(-1)
+    if gradient_rows and gram.dim() == 2 and not isinstance(shift, Tensor):  # the same in one operation
+        rhs = torch.addmv(e, others, outside, beta=shift, alpha=-1)
+    else:
+        rhs = shift if constant else e * shift
+        if gradient_rows:
+            rhs = rhs - others.sum(-1)
     if projected_base is not None:
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
     curvature = sum_of_squares(e - x) * (divisor / (term_count * term_count))
     if gradient_rows:
-        outside = ones(gradient_rows, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), gradient_rows)], dim=-1)
     return SampleSpaceStep(x / length, curvature, solution.ok)
 
@@ -240,8 +244,8 @@ def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
 
 def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
     """A bound on the rounding error of v^T A v for A >= 0: eps trace(A) |v|^2, summed over blocks."""
-    trace = scalar(matrix.diagonal(dim1=-2, dim2=-1).sum())
-    return torch.finfo(matrix.dtype).eps * trace * sum_of_squares(vector)
+    trace = matrix.trace() if matrix.dim() == 2 else matrix.diagonal(dim1=-2, dim2=-1).sum()
+    return torch.finfo(matrix.dtype).eps * scalar(trace) * sum_of_squares(vector)
 
 
 class _ChangedPrecision:
@@ -259,8 +263,10 @@ class _ChangedPrecision:
 class _FullPrecision(ForAllThreads):
     """Inside, float32 matrix products use neither TF32 nor bfloat16, whatever the global settings say."""
 
-    def __call__(self) -> _FullPrecision:
-        return self
+    def __call__(self) -> AbstractContextManager[None]:
+        """Nothing to enter where there is nothing to change, and no thread inside that will change it back."""
+        with self._lock:
+            return _NOTHING if self._changed is None and _FULL.issuperset(_precision()) else self
 
     @staticmethod
     def settings() -> tuple[str, ...]:
@@ -269,6 +275,7 @@ class _FullPrecision(ForAllThreads):
 
 
 full_precision = _FullPrecision(_ChangedPrecision)
+_NOTHING = nullcontext()
 _FULL = {"ieee", "none", "highest"}
 
 # torch 2.9 gave each backend its own setting; to use the older one as well raises an error.

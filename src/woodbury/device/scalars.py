@@ -162,12 +162,12 @@ Scale = float | Tensor  # a computed number, by which a tensor can be multiplied
 
 def scalar(value: Tensor) -> Scalar:
     """A 0-dim tensor as a number on its device."""
-    return value.item() if value.device.type == "cpu" else Number(value)
+    return value.item() if value.is_cpu else Number(value)
 
 
 def truth(value: Tensor) -> Truth:
     """A boolean tensor with one entry as a truth value on its device."""
-    return bool(value) if value.device.type == "cpu" else Number(value.reshape(()))
+    return bool(value) if value.is_cpu else Number(value.reshape(()))
 
 
 def as_number(value: float | Tensor) -> Scalar:

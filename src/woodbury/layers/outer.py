@@ -46,6 +46,12 @@ class Layout:
         """Whether every sample has exactly one row."""
         return all(k == 1 for _, k in self.pieces)
 
+    @cached_property
+    def width(self) -> int:
+        """k where it is the same for all samples and more than one, else 0."""
+        widths = {k for _, k in self.pieces}
+        return max(widths) if len(widths) == 1 and not self.is_plain else 0
+
     def merged(self) -> Layout:
         """The same rows with neighbours of as many rows per sample as one piece."""
         pieces: list[tuple[int, int]] = []
@@ -70,6 +76,8 @@ class Layout:
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """(r, ...) -> (n, k, ...) of each piece."""
+        if len(self.pieces) == 1:
+            return [rows.view(*self.pieces[0], *rows.shape[1:])]
         parts, row = [], 0
         for n, k in self.pieces:
             parts.append(rows[row : row + n * k].view(n, k, *rows.shape[1:]))  # faster than unflatten
@@ -88,14 +96,12 @@ class Layout:
         if self.is_plain:
             return coefficients.unsqueeze(1) * rows
         pairs = zip(self.split(coefficients), self.split(rows), strict=True)
-        parts = [torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs]
+        parts = [c * h[:, 0] if c.shape[1] == 1 else torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def spread(self, samples: Tensor, other: Layout) -> Tensor:
-        """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
-        if not other.is_plain:  # columns first, while there are few rows
-            samples = samples.index_select(1, _sample_of_row(other.pieces, samples.device))
-        return self.of_rows(samples)
+    def of_columns(self, samples: Tensor) -> Tensor:
+        """(..., n) -> (..., r)."""
+        return samples if self.is_plain else samples.index_select(1, _sample_of_row(self.pieces, samples.device))
 
 
 @lru_cache(LIMIT)
@@ -139,8 +145,17 @@ class OuterRows(WeightRows):
 
     def _times_inputs(self, other: OuterRows, inner: Tensor, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         """h . h' times `inner` of the samples, (r, r')."""
-        outer, spread = product(self.grads, other.grads, dtype), self.layout.spread(inner, other.layout)
-        return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)
+        outer, k = product(self.grads, other.grads, dtype), self.layout.width
+        spread = other.layout.of_columns(inner)
+        if k == 0:
+            spread = self.layout.of_rows(spread)
+            return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)
+        by_sample, spread = outer.view(-1, k, outer.shape[1]), spread.unsqueeze(1)
+        if onto is None:
+            by_sample.mul_(spread)
+            return outer
+        onto.view(by_sample.shape).addcmul_(by_sample, spread)
+        return onto
 
     def input_gram(self, inputs: Tensor, scales: Scales = None, dtype: Dtype = None) -> Tensor:
         """s_W v . v' + s_b, (n, n'), without the term of an absent or frozen parameter."""
@@ -171,7 +186,7 @@ class OuterRows(WeightRows):
         return total.mul_(outer)
 
     def scaled(self, first: Tensor, others: Tensor) -> OuterRows:
-        return replace(self, inputs=self.inputs * others, grads=self.grads * first, affine=False)
+        return OuterRows(self.inputs * others, self.grads * first, self.layout, self.weight, self.bias)
 
     def head(self, row_count: int) -> OuterRows:
         if row_count == len(self.grads):
@@ -180,7 +195,7 @@ class OuterRows(WeightRows):
         return replace(self, inputs=self.inputs[: layout.samples], grads=self.grads[:row_count], layout=layout)
 
     def only_rows(self) -> OuterRows:
-        return replace(self, layout=self.layout.merged(), affine=False)
+        return OuterRows(self.inputs, self.grads, self.layout.merged(), self.weight, self.bias)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         bias = None if self.bias is None else vector[self.bias]
@@ -238,9 +253,9 @@ class OuterRows(WeightRows):
     def concatenate(forms: Sequence[OuterRows]) -> OuterRows:
         if len(forms) == 1:
             return forms[0]
-        layout = Layout(tuple(piece for form in forms for piece in form.layout.pieces))
-        inputs = torch.cat([form.inputs for form in forms])
-        return replace(forms[0], inputs=inputs, grads=torch.cat([form.grads for form in forms]), layout=layout)
+        first, layout = forms[0], layout_of(tuple(piece for form in forms for piece in form.layout.pieces))
+        inputs, grads = torch.cat([form.inputs for form in forms]), torch.cat([form.grads for form in forms])
+        return OuterRows(inputs, grads, layout, first.weight, first.bias, first.affine)
 
     def as_state(self) -> dict[str, Any]:
         pieces = [list(piece) for piece in self.layout.pieces]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from woodbury.losses.factors import DiagonalFactor, Factor
 from woodbury.losses.rules import (
     StructuredRule,
+    buffer_of,
     check_weights,
     over_outputs,
     register_loss,
@@ -91,6 +92,8 @@ class Logistic(StructuredRule):
         else:
             residual = (1 + (pos_weight - 1) * targets) * outputs.sigmoid() - pos_weight * targets
         share = share_of_output(loss, outputs)
+        if weight is None and share == 1.0:
+            return residual
         return residual * (share if weight is None else weight * share)
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
@@ -105,15 +108,15 @@ class Logistic(StructuredRule):
         return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
 
 
-def _is_weighted(loss: Any) -> bool:
-    return loss.pos_weight is not None or loss.weight is not None
+def _is_weighted(loss: nn.Module) -> bool:
+    return buffer_of(loss, "pos_weight") is not None or buffer_of(loss, "weight") is not None
 
 
-def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> list[Tensor | None]:
+def _weights(loss: nn.Module, outputs: Tensor, targets: Tensor) -> list[Tensor | None]:
     """weight and pos_weight of each output of a sample, (C,), or None; prepared targets have the shape."""
     found: list[Tensor | None] = []
     for name in ("weight", "pos_weight"):
-        own, shape = getattr(loss, name), tuple(targets.shape)
+        own, shape = buffer_of(loss, name), tuple(targets.shape)
         try:
             found.append(None if own is None else own.expand(1, *shape[1:]).reshape(-1).to(outputs.dtype))
         except RuntimeError:

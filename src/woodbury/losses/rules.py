@@ -253,6 +253,11 @@ def check_weights(loss: nn.Module, name: str) -> None:
         )
 
 
+def buffer_of(loss: nn.Module, name: str) -> Any:
+    """A buffer of the loss, or None; torch's own search for it takes as long as a small operation."""
+    return loss._buffers[name] if name in loss._buffers else getattr(loss, name)
+
+
 def share_of_output(loss: Any, outputs: Tensor) -> float:
     """What the loss of a sample multiplies that of one output by: 1/C for a mean, 1 for a sum."""
     return 1.0 if loss.reduction == "sum" else 1 / outputs.shape[1]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from woodbury.device.constants import indices
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.losses.factors import Factor, SoftmaxFactor, by_position, by_sample
-from woodbury.losses.rules import StructuredRule, check_weights, register_loss, smallest_probability
+from woodbury.losses.rules import StructuredRule, buffer_of, check_weights, register_loss, smallest_probability
 
 
 @register_loss(nn.CrossEntropyLoss)
@@ -61,7 +61,7 @@ class Softmax(StructuredRule):
         if targets is None:
             probabilities = "" if isinstance(loss, nn.NLLLoss) else ", or probabilities of the outputs' shape"
             raise ValueError(f"{name} needs targets: class indices (n,) or (n, d1, ...){probabilities}")
-        if targets.shape == outputs.shape[:-1] != (len(outputs), *outputs.shape[2:]):
+        if targets.shape == outputs.shape[:-1] != (outputs.shape[0], *outputs.shape[2:]):
             raise ValueError(
                 f"{name} takes outputs (n, C, T), the classes second, and targets (n, T); got outputs "
                 f"{tuple(outputs.shape)} and targets {tuple(targets.shape)}, which look like (n, T, C): return "
@@ -112,7 +112,8 @@ class Softmax(StructuredRule):
             if targets.dim() == 1 and ignored == _UNUSED:
                 return targets
         else:
-            lowest, highest = (int(value) for value in torch.aminmax(targets))
+            smallest, largest = torch.aminmax(targets)
+            lowest, highest = smallest.item(), largest.item()
             if lowest >= 0 and highest < classes and not lowest <= ignored <= highest:
                 return targets
             labels = targets[targets != ignored]
@@ -134,11 +135,11 @@ class Softmax(StructuredRule):
             own = weight[labels]
             return scalar((own if ignored is None else own.masked_fill(ignored, 0.0)).sum())
         if targets.dim() == 1:
-            return len(targets)
+            return targets.shape[0]
         return scalar((targets >= 0).sum(dtype=torch.float64))
 
-    def count_of_first(self, loss: Any, targets: Tensor, samples: int) -> Scalar:
-        is_plain = targets.dim() == 1 and loss.weight is None
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        is_plain = targets.dim() == 1 and buffer_of(loss, "weight") is None
         return samples if is_plain else self.count(loss, targets[:samples])
 
     def column_count(self, shape: Sequence[int]) -> int:
@@ -275,9 +276,10 @@ def _smoothing(loss: nn.Module) -> float:
     return smoothing
 
 
-def _weight(loss: Any, dtype: torch.dtype) -> Tensor | None:
+def _weight(loss: nn.Module, dtype: torch.dtype) -> Tensor | None:
     """w (C,), None for ones."""
-    return None if loss.weight is None else loss.weight.to(dtype)
+    weight = buffer_of(loss, "weight")
+    return None if weight is None else weight.to(dtype)
 
 
 def _mass(weight: Tensor, smoothing: float, labels: Tensor) -> Tensor:

@@ -143,15 +143,20 @@ class Chain:
 
     def is_current(self) -> bool:
         """Whether the modules of a plan that is current still compute W v + b, and run without hooks."""
-        return (
-            not has_global_hook()
-            and all(
-                layer.module._parameters.get("bias") is bias
-                for layer, bias in zip(self.layers, self.biases, strict=True)
-            )
-            and all((own.start_dim, own.end_dim) == (1, -1) for own in self.before if isinstance(own, nn.Flatten))
-            and all(_is_bare(module) for module in self.modules)
-        )
+        if has_global_hook():
+            return False
+        for layer, bias in zip(self.layers, self.biases, strict=True):
+            if layer.module._parameters.get("bias") is not bias:
+                return False
+        for own in self.before:
+            if isinstance(own, nn.Flatten) and (own.start_dim, own.end_dim) != (1, -1):
+                return False
+        for module in self.modules:
+            kind = type(module)
+            # a forward of its own, or one replaced for the whole class
+            if has_hook(module) or "forward" in module.__dict__ or kind.forward is not _FORWARDS.get(kind):
+                return False
+        return True
 
     def takes(self, inputs: Any) -> bool:
         """Whether a batch, flattened, holds vectors of the right size, and of the parameters' type and device."""
@@ -194,16 +199,13 @@ class ChainCapture:
     layer_inputs: list[Tensor]
     sums: list[Tensor]
 
+    def __post_init__(self) -> None:
+        last = self.sums if len(self.layer_inputs) == len(self.sums) else self.layer_inputs
+        self.outputs = self.raw = last[-1]  # (n, C)
+
     @property
     def plan(self) -> Plan:
         return self.chain.plan
-
-    @property
-    def outputs(self) -> Tensor:
-        """(n, C)."""
-        return self.sums[-1] if len(self.layer_inputs) == len(self.sums) else self.layer_inputs[-1]
-
-    raw = outputs
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, OuterRows]:
         """Rows of every layer for columns (m, k, C), or (m, C), of consecutive samples."""
@@ -348,12 +350,3 @@ def _modules_in_order(model: nn.Module) -> Iterator[nn.Module]:
 
 _KNOWN: tuple[type[nn.Module], ...] = (nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KNOWN}
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether a call of the module runs the forward of its class and nothing else."""
-    return not (
-        has_hook(module)
-        or "forward" in vars(module)
-        or type(module).forward is not _FORWARDS.get(type(module))  # replaced for the whole class
-    )

@@ -163,12 +163,14 @@ class Plan:
             own = module._parameters
             if local not in own or own[local] is not parameter:  # a scripted module has no `get`
                 return False
-        return (
-            not any("forward" in vars(layer.module) for layer in self.layers)
-            and all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
-            and not any(parameter.requires_grad for parameter in self.frozen)
-            and not any(_module_complaint(module, self.names) for module in self._watched)
-        )
+        for parameter in self.parameters.values():
+            if not is_plain(parameter, self.dtype):
+                return False
+        for layer in self.layers:
+            if "forward" in layer.module.__dict__:
+                return False
+        complaints = (_module_complaint(module, self.names) for module in self._watched)
+        return not any(parameter.requires_grad for parameter in self.frozen) and not any(complaints)
 
 
 def _no_rule(parameter: str, path: str, module: nn.Module) -> str:

@@ -62,10 +62,8 @@ class Context:
     transaction: Transaction
     common: Settings  # that all processes must have: without what a loop of the user's own was seen to do
 
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.groups[0]["params"][0].device
-        return device
+    def __post_init__(self) -> None:
+        self.device: torch.device = self.groups[0]["params"][0].device
 
 
 class Problems:

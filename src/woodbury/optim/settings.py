@@ -156,9 +156,9 @@ def read_settings(
     momentum: dict[str, float] = {}
     decay: dict[str, float] = {}
     for index, (group, members) in enumerate(zip(groups, names, strict=True)):
-        lr.update(dict.fromkeys(members, group["lr"] if rates is None else rates[index]))
-        momentum.update(dict.fromkeys(members, group["momentum"]))
-        decay.update(dict.fromkeys(members, group["weight_decay"]))
+        lr |= dict.fromkeys(members, group["lr"] if rates is None else rates[index])
+        momentum |= dict.fromkeys(members, group["momentum"])
+        decay |= dict.fromkeys(members, group["weight_decay"])
     return Hyperparameters(lr, momentum, decay, any(momentum.values()), any(decay.values()))
 
 

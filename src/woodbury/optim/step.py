@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from woodbury.quadratic.parameter_space import is_smaller
 from woodbury.quadratic.quadratic import Problem
 from woodbury.quadratic.solvers import SOLVERS
 
+_SHOWN = attrgetter(*Numbers._fields)
 _WORTH_WRITING = 2**14  # parameters of a layer whose rows, kept and used again, are better written out
 
 
@@ -156,9 +158,8 @@ class Step:
     def _move(self, proposal: Proposal, done: Callable[[StepInfo], None]) -> StepInfo:
         """theta <- theta + alpha p if the step is accepted, and the new state."""
         problem, transaction, buffers = self.problem, self.context.transaction, self.context.transaction.buffers
-        shown = [getattr(proposal, name) for name in Numbers._fields]
         # all at once: on a device that is one kernel, and what they come from may be overwritten later
-        damping, *computed = compute(proposal.gains["damping"], *shown)
+        damping, *computed = compute(proposal.gains["damping"], *_SHOWN(proposal))
         numbers = Numbers(*computed)
         state, info = proposal.gains | {"damping": damping}, StepInfo.later(numbers)
         if self.hyper.any_momentum:

@@ -57,7 +57,7 @@ class Limits:
         proposal.ratio = ratio_where(finite & (predicted > 0), actual, predicted, -math.inf)
         proposal.accepted = finite if self.accept is None else finite & (proposal.ratio >= self.accept)
         if self.guard is not None and course is not None:
-            rate = max(float(own) for own in set(self.rates.values()))
+            rate = max(map(float, set(self.rates.values())))
             allowed = course.allows(float(proposal.decrease), float(proposal.loss), rate, self.guard)
             proposal.accepted = proposal.accepted & allowed
 

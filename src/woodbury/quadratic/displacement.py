@@ -121,15 +121,15 @@ class Displacement:
         if not names:
             return
         changes, rate = [self._formed[name] for name in names], rates[names[0]]
-        if holds is not None or len({id(rates[name]) for name in names}) > 1:
+        on_device = isinstance(rate, Tensor) and rate.is_cuda
+        if holds is not None or on_device or len({id(rates[name]) for name in names}) > 1:
             each = zip(names, changes, strict=True)
             changes = [
                 rates[name] * change if holds is None else scaled_if(holds, change, rates[name])
                 for name, change in each
             ]
-        elif rate != 1.0:
-            changes = list(torch._foreach_mul(changes, rate))
-        torch._foreach_add_([parameters[name] for name in names], changes)
+            rate = 1.0
+        torch._foreach_add_([parameters[name] for name in names], changes, alpha=float(rate))
 
     def _only_factored(self) -> list[_Factored]:
         """The layers whose p is factored and not formed as well."""

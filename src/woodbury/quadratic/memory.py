@@ -93,9 +93,11 @@ def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -
             curvature_rows=before + count,
             divisor=sum([batch.divisor for batch in kept.batches], quadratic.divisor),
             e=torch.cat([e.new_zeros(before), e]),
+            _gram=None,
         )
     batches = (*kept.batches, new)
     dropped, whole = sum(batch.rows for batch in batches[:-most]), gram
     if gram is not None:
         gram = gram[dropped : before + count, dropped : before + count]
-    return replace(quadratic, _gram=whole), Kept(batches[-most:], gram, plan)
+    quadratic = quadratic if whole is None else replace(quadratic, _gram=whole)
+    return quadratic, Kept(batches[-most:], gram, plan)

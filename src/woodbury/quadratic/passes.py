@@ -74,10 +74,8 @@ class Passes:
     group: Group = ALONE  # of processes whose samples are one batch
     samples_count: bool = True  # whether those of this process do; not where it has borrowed one, having none
 
-    @property
-    def is_sum(self) -> bool:
-        """Whether f is a sum over samples instead of a mean."""
-        return self.rule.is_sum(self.loss)
+    def __post_init__(self) -> None:
+        self.is_sum = self.rule.is_sum(self.loss)  # whether f is a sum over samples instead of a mean
 
     def term_count(self, pieces: Sequence[Piece]) -> Scalar:
         """M, what f over all pieces divides by; 1 where the loss is a sum."""
@@ -104,7 +102,7 @@ class Passes:
     def totals(self, pieces: Sequence[Piece], curvature: Curvature, batch: Batch) -> tuple[Scalar, Scalar, Scalar]:
         """M, f(theta) and D of a batch whose first piece has S2 in front; of all processes, in one collective."""
         first, losses = pieces[0].term_count, [piece.losses for piece in pieces]
-        if len(pieces[0].targets) > batch.curvature and not self.is_sum:
+        if pieces[0].targets.shape[0] > batch.curvature and not self.is_sum:
             first = self.rule.count_of_first(self.loss, pieces[0].targets, batch.curvature)
         if self.group.size == 1:
             term_count = self.term_count(pieces)
