@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.limits import Limits
+from woodbury.fit.march import March
 from woodbury.fit.result import Fit
 from woodbury.fit.run import PLAIN
 from woodbury.fit.solving import FEW, SolvingRun
@@ -116,7 +117,7 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
-    source = TermSource(run.solution, terms, by_residual=points == "by residual")
+    source = TermSource(run.solution, terms, by_residual=points == "by residual", march=run.march)
     is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
     settings, few = (LARGE_STEPS, FEW // 2) if is_large else (STEPS, FEW)
     optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **settings)
@@ -350,6 +351,8 @@ class _Run:
         self.best_loss, self.best = math.inf, self.first
         self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
         self.length, self.turn_end, self.is_over = 0.0, math.inf, False
+        is_in_time = isinstance(model.data.geom, dde.geometry.TimeDomain | dde.geometry.GeometryXTime)
+        self.march = March() if is_in_time and model.data.pde is not None else None
         self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
@@ -427,7 +430,8 @@ class _Run:
     def note(self, fit: Any) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
         self.count_step()
-        if self.is_over or time.perf_counter() < self.turn_end:
+        marches = self.march is not None and not self.march.is_over
+        if self.is_over or marches or time.perf_counter() < self.turn_end:
             return self.is_over
         self.turn_end = math.inf
         self.look()
