@@ -1,7 +1,6 @@
 """DeepXDE: a compiled `dde.Model` is fitted by Gauss-Newton steps in place of `model.train`.
 
->>> model.compile("adam", lr=1e-3)
->>> fit = woodbury.deepxde.fit(model, seconds=60)
+>>> fit = woodbury.deepxde.fit(model, seconds=60)  # after model.compile("adam", lr=1e-3)
 
 Equation and conditions become terms of `woodbury.Equations`, with the residuals that DeepXDE squares:
 
@@ -46,6 +45,7 @@ LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
 TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer one, four, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
+_IN_TIME = (dde.geometry.TimeDomain, dde.geometry.GeometryXTime)
 _PAIRS, _SETS = (dde.icbc.PeriodicBC, Interface2DBC), (PointSetBC, PointSetOperatorBC)  # of two points; measured
 
 
@@ -117,7 +117,8 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
-    source = TermSource(run.solution, terms, by_residual=points == "by residual", march=run.march)
+    march = run.march if problem.equations and isinstance(problem.data.geom, _IN_TIME) else None
+    source = TermSource(run.solution, terms, by_residual=points == "by residual", march=march)
     is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
     settings, few = (LARGE_STEPS, FEW // 2) if is_large else (STEPS, FEW)
     optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **settings)
@@ -179,8 +180,7 @@ class _Exchange(TorchFunctionMode):
 @contextmanager
 def _precision(dtype: torch.dtype) -> Iterator[None]:
     """Inside, DeepXDE makes tensors of this type."""
-    real, default = dde.config.real, torch.get_default_dtype()
-    before = real.precision
+    real, before, default = dde.config.real, dde.config.real.precision, torch.get_default_dtype()
     try:
         getattr(real, f"set_float{torch.finfo(dtype).bits}")()
         torch.set_default_dtype(dtype)
@@ -193,8 +193,7 @@ def _precision(dtype: torch.dtype) -> Iterator[None]:
 def _evaluate(solution: _Solution, x: Tensor, function: Callable[[Tensor, Tensor, Any], Tensor]) -> Tensor:
     """function(inputs, outputs, the inputs as an array); x is (n, d), or (n, 2, d) for pairs of points.
 
-    DeepXDE has the second points of all pairs after the first ones; in the network the two are neighbours, as
-    those that belong to one sample have to be.
+    DeepXDE has the second points of all pairs after the first ones; in the network the two are neighbours.
     """
     follow, together = torch.is_grad_enabled(), 2 if x.dim() == 3 else 1
     exchange = _Exchange(solution) if solution.originals else nullcontext()
@@ -350,9 +349,7 @@ class _Run:
         self.first = [own.data for own in self.tensors]
         self.best_loss, self.best = math.inf, self.first
         self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
-        self.length, self.turn_end, self.is_over = 0.0, math.inf, False
-        is_in_time = isinstance(model.data.geom, dde.geometry.TimeDomain | dde.geometry.GeometryXTime)
-        self.march = March() if is_in_time and model.data.pde is not None else None
+        self.length, self.turn_end, self.is_over, self.march = 0.0, math.inf, False, March()
         self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
@@ -430,8 +427,7 @@ class _Run:
     def note(self, fit: Any) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
         self.count_step()
-        marches = self.march is not None and not self.march.is_over
-        if self.is_over or marches or time.perf_counter() < self.turn_end:
+        if self.is_over or not self.march.is_over or time.perf_counter() < self.turn_end:
             return self.is_over
         self.turn_end = math.inf
         self.look()

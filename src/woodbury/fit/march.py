@@ -24,8 +24,8 @@ MOST = 0.9  # mean of the weights from which on all times count as reached
 class March:
     """How far in time an equation is solved; the last column of its inputs is the time."""
 
-    tolerance: float | None = None
-    reached: float = 0.0  # mean of exp(-R / tolerance)
+    tolerance: float | None = None  # None before the first points
+    reached: float = 1.0  # mean of exp(-R / tolerance), as last seen
 
     @property
     def is_over(self) -> bool:
@@ -36,9 +36,9 @@ class March:
         squares, order = residual.double().square().mean(1), inputs[:, -1].argsort()
         if self.tolerance is None:
             self.tolerance = SMALL * float(squares.mean()) or 1.0
-        squares = squares[order] / len(squares)
+        before = torch.cat([squares.new_zeros(1), squares[order][:-1]]).cumsum(0) / len(squares)
         weight = torch.empty_like(squares)
-        weight[order] = torch.exp(-(squares.cumsum(0) - squares) / self.tolerance)
+        weight[order] = torch.exp(-before / self.tolerance)
         self.reached = float(weight.mean())
         return weight.clamp(min=LEAST)
 
