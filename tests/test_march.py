@@ -18,19 +18,20 @@ def candidates():
 
 
 def test_weights_fall_with_the_residual_at_earlier_times():
-    march, (inputs, residual) = March(), candidates()
+    march, (inputs, residual) = March(7.0), candidates()
     assert march.is_over  # nothing to wait for where no equation is weighed
-    found, tolerance = march.weigh(inputs, residual), SMALL * float(residual.square().mean())
-    for later, size in ((found, 1.0), (march.weigh(inputs, 0.02 * residual), 0.02)):
+    for size in (1.0, 0.02):
+        later = march.weigh(inputs, size * residual)
         expected = []
         for time in inputs[:, 1]:
             before = (size * residual)[inputs[:, 1] < time].square().mean(1).sum() / COUNT
-            expected.append(math.exp(-float(before) / tolerance))
+            expected.append(math.exp(-float(before) / (7 * SMALL)))
         # an exponent is known to eps of itself, and matters where the weight is above LEAST
         bound = bounds.rounding(COUNT, condition=-math.log(LEAST))
         assert float((later - torch.tensor(expected, dtype=torch.float64).clamp(min=LEAST)).abs().max()) <= bound
     assert abs(march.reached - sum(expected) / COUNT) <= bounds.rounding(COUNT) and not march.is_over
-    assert bool((march.weigh(inputs, 1e-3 * residual) > 0.98).all()) and march.is_over
+    assert bool((march.weigh(inputs, 1e-4 * residual) > 0.98).all()) and march.is_over
+    assert bool((March(7.0, until=0.0).weigh(inputs, residual) == 1).all())  # its time is over
 
 
 def test_points_are_chosen_by_their_probabilities_and_evenly_in_time():
@@ -52,7 +53,7 @@ def test_points_of_a_step_have_the_weights_of_their_time():
         return drawn[-1]
 
     terms = Equations(equation=(draw, lambda model, x: 1 + 0 * model(x)), edge=(draw, lambda model, x: model(x)))
-    source = TermSource(model, terms.terms, march=March(tolerance=0.25))
+    source = TermSource(model, terms.terms, march=March(0.25 / SMALL))
     (_, inputs, _, scale), _ = source._points(source.sources["equation"], 64, by_residual=True)
     times = drawn[-1].flatten()
     weights = {float(t): max(math.exp(-4 * int((times < t).sum()) / len(times)), LEAST) for t in times}

@@ -5,7 +5,6 @@
 Equation and conditions become terms of `woodbury.Equations`, with the residuals that DeepXDE squares:
 
     f = sum_i w_i mean |r_i|^2,    r_i = pde(x, u)[i] in the domain, or bc.error(...) at points of its own
-
 What DeepXDE remembers of its training points (values of boundary functions, Jacobians) is not used for others.
 """
 
@@ -30,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.limits import Limits
-from woodbury.fit.march import March
+from woodbury.fit.march import LONGEST, March
 from woodbury.fit.result import Fit
 from woodbury.fit.run import PLAIN
 from woodbury.fit.solving import FEW, SolvingRun
@@ -45,7 +44,6 @@ LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
 TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer one, four, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
-_IN_TIME = (dde.geometry.TimeDomain, dde.geometry.GeometryXTime)
 _PAIRS, _SETS = (dde.icbc.PeriodicBC, Interface2DBC), (PointSetBC, PointSetOperatorBC)  # of two points; measured
 
 
@@ -93,6 +91,8 @@ def fit(
         if seconds is not None:
             run.deadline, run.pause = started + seconds, seconds / LOOKS
             run.length = seconds / TURNS * (is_new and not dde.optimizers.is_external_optimizer(model.opt_name))
+        if is_new and isinstance(model.data.geom, dde.geometry.TimeDomain) and not problem.is_measured:
+            run.march = March(run.best_loss, until=started + LONGEST * (run.deadline - started))
         turn, result = run.length, Fit(reason="callback")
         try:
             while result.reason == "callback" and not run.is_over:
@@ -117,8 +117,7 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
-    march = run.march if problem.equations and isinstance(problem.data.geom, _IN_TIME) else None
-    source = TermSource(run.solution, terms, by_residual=points == "by residual", march=march)
+    source = TermSource(run.solution, terms, by_residual=points == "by residual", march=run.march)
     is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
     settings, few = (LARGE_STEPS, FEW // 2) if is_large else (STEPS, FEW)
     optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **settings)
@@ -229,6 +228,7 @@ class _Problem:
         self.equations = len(losses) - len(self.data.bcs)
         weights = 1.0 if model.loss_weights is None else model.loss_weights
         self.weights = np.broadcast_to(np.asarray(weights, float), len(losses)).tolist()
+        self.is_measured = any(isinstance(bc, _SETS) for bc in self.data.bcs)
         self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
 
     def terms(self, solution: _Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:
@@ -349,7 +349,8 @@ class _Run:
         self.first = [own.data for own in self.tensors]
         self.best_loss, self.best = math.inf, self.first
         self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
-        self.length, self.turn_end, self.is_over, self.march = 0.0, math.inf, False, March()
+        self.length, self.turn_end, self.is_over = 0.0, math.inf, False
+        self.march: March | None = None
         self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
@@ -405,10 +406,9 @@ class _Run:
 
     def begin(self) -> None:
         """As `model.train` begins."""
-        model = self.model
-        model.stop_training, model.callbacks = False, self.callbacks
-        model.train_state.set_data_train(*model.data.train_next_batch(model.batch_size))
-        model.train_state.set_data_test(*model.data.test())
+        self.model.stop_training, self.model.callbacks = False, self.callbacks
+        self.model.train_state.set_data_train(*self.model.data.train_next_batch(self.model.batch_size))
+        self.model.train_state.set_data_test(*self.model.data.test())
         self.look()
         self.callbacks.on_train_begin()
 
@@ -427,7 +427,7 @@ class _Run:
     def note(self, fit: Any) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
         self.count_step()
-        if self.is_over or not self.march.is_over or time.perf_counter() < self.turn_end:
+        if self.is_over or (self.march and not self.march.is_over) or time.perf_counter() < self.turn_end:
             return self.is_over
         self.turn_end = math.inf
         self.look()

@@ -267,7 +267,7 @@ class TermSource:
             else:
                 index = march.choose(inputs, share, count)
             inputs, targets = _batch.take((inputs, targets), index, found)
-            scale = (weight[index] / (found * share[index])).sqrt().to(like).unsqueeze(1)
+            scale = (found * share[index] / weight[index]).rsqrt().to(like).unsqueeze(1)
         return (source.residual, inputs, targets, scale), residual.shape[1]
 
     def balance(self) -> None:

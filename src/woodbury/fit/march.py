@@ -5,26 +5,33 @@ that, and settle on another one from there on. So points have weights that fall 
 
     w(t) = max(exp(-R(t) / tolerance), 1/100),      R(t) = integral of |r|^2 up to t,
 
-the tolerance being 1e-4 of what the whole integral was at first. Once it is below that, all weights are near 1.
+the tolerance being 5e-6 of the first loss. Once the residual is below that, all weights are near 1. This is for
+paths: ordinary differential equations from given values on. Values that are measured later show the way by
+themselves, and in partial differential equations the first loss is no scale: with that of Burgers all weights but
+the first stayed small for a whole minute.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SMALL = 1e-4  # share of the first mean square that may be left before a time
+SMALL = 5e-6  # of the first loss: as much as may be left before a time
 LEAST = 0.01  # weight of points whose time has not come: without one the solution runs away there
 MOST = 0.9  # mean of the weights from which on all times count as reached
+LONGEST = 0.75  # of the seconds of a fit: then all weights are 1
 
 
 @dataclass
 class March:
     """How far in time an equation is solved; the last column of its inputs is the time."""
 
-    tolerance: float | None = None  # None before the first points
+    first_loss: float
+    until: float = math.inf  # by time.perf_counter
     reached: float = 1.0  # mean of exp(-R / tolerance), as last seen
 
     @property
@@ -34,11 +41,12 @@ class March:
     def weigh(self, inputs: Tensor, residual: Tensor) -> Tensor:
         """The weights of candidates (n, d) with residuals (n, k)."""
         squares, order = residual.double().square().mean(1), inputs[:, -1].argsort()
-        if self.tolerance is None:
-            self.tolerance = SMALL * float(squares.mean()) or 1.0
+        tolerance = (
+            SMALL * self.first_loss if time.perf_counter() < self.until and self.first_loss > 0 else math.inf
+        )
         before = torch.cat([squares.new_zeros(1), squares[order][:-1]]).cumsum(0) / len(squares)
         weight = torch.empty_like(squares)
-        weight[order] = torch.exp(-before / self.tolerance)
+        weight[order] = torch.exp(-before / tolerance)
         self.reached = float(weight.mean())
         return weight.clamp(min=LEAST)
 
