@@ -5,7 +5,7 @@ that, and settle on another one from there on. So points have weights that fall 
 
     w(t) = max(exp(-R(t) / tolerance), 1/100),      R(t) = integral of |r|^2 up to t,
 
-the tolerance being 5e-6 of the first loss. Once the residual is below that, all weights are near 1. This is for
+the tolerance being 1e-5 of the first loss. Once the residual is below that, all weights are near 1. This is for
 paths: ordinary differential equations from given values on. Values that are measured later show the way by
 themselves, and in partial differential equations the first loss is no scale: with that of Burgers all weights but
 the first stayed small for a whole minute.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SMALL = 5e-6  # of the first loss: as much as may be left before a time
+SMALL = 1e-5  # of the first loss: as much as may be left before a time
 LEAST = 0.01  # weight of points whose time has not come: without one the solution runs away there
 MOST = 0.9  # mean of the weights from which on all times count as reached
 LONGEST = 0.75  # of the seconds of a fit: then all weights are 1
