@@ -91,7 +91,7 @@ def fit(
         if seconds is not None:
             run.deadline, run.pause = started + seconds, seconds / LOOKS
             run.length = seconds / TURNS * (is_new and not dde.optimizers.is_external_optimizer(model.opt_name))
-        if is_new and isinstance(model.data.geom, dde.geometry.TimeDomain) and not problem.is_measured:
+        if is_new and isinstance(model.data.geom, dde.geometry.TimeDomain) and not model.data.bcs:
             run.march = March(run.best_loss, until=started + LONGEST * (run.deadline - started))
         turn, result = run.length, Fit(reason="callback")
         try:
@@ -228,7 +228,6 @@ class _Problem:
         self.equations = len(losses) - len(self.data.bcs)
         weights = 1.0 if model.loss_weights is None else model.loss_weights
         self.weights = np.broadcast_to(np.asarray(weights, float), len(losses)).tolist()
-        self.is_measured = any(isinstance(bc, _SETS) for bc in self.data.bcs)
         self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
 
     def terms(self, solution: _Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:

@@ -6,9 +6,8 @@ that, and settle on another one from there on. So points have weights that fall 
     w(t) = max(exp(-R(t) / tolerance), 1/100),      R(t) = integral of |r|^2 up to t,
 
 the tolerance being 1e-5 of the first loss. Once the residual is below that, all weights are near 1. This is for
-paths: ordinary differential equations from given values on. Values that are measured later show the way by
-themselves, and in partial differential equations the first loss is no scale: with that of Burgers all weights but
-the first stayed small for a whole minute.
+paths whose start the form of the network has. Where conditions are terms the start is wrong at first, and the
+first loss is no scale of the residual: a pendulum, and Burgers' equation, were solved worse that way.
 """
 
 from __future__ import annotations
