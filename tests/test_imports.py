@@ -47,7 +47,7 @@ FLOORS = {
         ["independence", "structure", "terms"],
     ],
     "fit": [
-        ["plot", "columns"],
+        ["plot", "columns", "march"],
         ["result", "checkpoint"],
         ["limits", "sources"],
         ["equations"],
