@@ -332,38 +332,6 @@ def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
     assert not run.note(woodbury.Fit(history=[{"loss": loss} for loss in (0.1, 1.0, 1.0, 0.85)]))
 
 
-def path(*conditions):
-    net = dde.nn.FNN([1, 4, 1], "tanh", "Glorot normal")
-    net.apply_output_transform(lambda t, y: 1 + t * y)
-    data = dde.data.PDE(
-        dde.geometry.TimeDomain(0, 1), lambda x, y: dde.grad.jacobian(y, x) + y, [*conditions], 20, 2
-    )
-    return compiled(data, net=net)
-
-
-def test_a_new_path_without_conditions_is_solved_from_its_start_on(monkeypatch):
-    marches, solving = [], deepxde._solving
-
-    def watched(run, *rest):
-        marches.append(run.march)
-        return solving(run, *rest)
-
-    monkeypatch.setattr(deepxde, "_solving", watched)
-    times = np.array([[0.5], [1.0]])
-    models = path(), path(dde.icbc.PointSetBC(times, np.exp(-times))), poisson("dirichlet"), heat()
-    first = float(deepxde._Problem(models[0]).their_losses().sum())
-    for model in (*models, models[0]):  # and the first one again, when it is new no more
-        woodbury.deepxde.fit(model, seconds=None, steps=2, verbose=0)
-    march = marches[0]
-    assert marches[1:] == [None] * 4 and march.first_loss == pytest.approx(first) and march.reached < 1
-    run = deepxde._Run(poisson("dirichlet"), None, 0)
-    run.begin()
-    history = [{"loss": loss} for loss in (0.1, 1.0, 1.0, 0.95)]
-    for march.reached, another in ((0.5, False), (0.95, True)):  # no turn of Adam before all times are reached
-        run.march, run.turn_end = march, 0.0
-        assert run.note(woodbury.Fit(history=history)) is another
-
-
 def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(monkeypatch):
     model = poisson("dirichlet", loss_weights=[2.0, 5.0])
     run, problem = deepxde._Run(model, None, 0), deepxde._Problem(model)

@@ -47,7 +47,7 @@ FLOORS = {
         ["independence", "structure", "terms"],
     ],
     "fit": [
-        ["plot", "columns", "march"],
+        ["plot", "columns"],
         ["result", "checkpoint"],
         ["limits", "sources"],
         ["equations"],

@@ -1,6 +1,7 @@
 """DeepXDE: a compiled `dde.Model` is fitted by Gauss-Newton steps in place of `model.train`.
 
->>> fit = woodbury.deepxde.fit(model, seconds=60)  # after model.compile("adam", lr=1e-3)
+>>> model.compile("adam", lr=1e-3)
+>>> fit = woodbury.deepxde.fit(model, seconds=60)
 
 Equation and conditions become terms of `woodbury.Equations`, with the residuals that DeepXDE squares:
 
@@ -30,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.limits import Limits
-from woodbury.fit.march import LONGEST, March
 from woodbury.fit.result import Fit
 from woodbury.fit.run import PLAIN
 from woodbury.fit.solving import FEW, SolvingRun
@@ -92,8 +92,6 @@ def fit(
         if seconds is not None:
             run.deadline, run.pause = started + seconds, seconds / LOOKS
             run.length = seconds / TURNS * (is_new and not dde.optimizers.is_external_optimizer(model.opt_name))
-        if is_new and isinstance(model.data.geom, dde.geometry.TimeDomain) and not model.data.bcs:
-            run.march = March(run.best_loss, until=started + LONGEST * (run.deadline - started))
         turn, result = run.length, Fit(reason="callback")
         try:
             while result.reason == "callback" and not run.is_over:
@@ -118,7 +116,7 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
-    source = TermSource(run.solution, terms, by_residual=points == "by residual", march=run.march)
+    source = TermSource(run.solution, terms, by_residual=points == "by residual")
     is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
     settings, few = (LARGE_STEPS, FEW // 2) if is_large else (STEPS, FEW)
     optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **settings)
@@ -180,7 +178,8 @@ class _Exchange(TorchFunctionMode):
 @contextmanager
 def _precision(dtype: torch.dtype) -> Iterator[None]:
     """Inside, DeepXDE makes tensors of this type."""
-    real, before, default = dde.config.real, dde.config.real.precision, torch.get_default_dtype()
+    real, default = dde.config.real, torch.get_default_dtype()
+    before = real.precision
     try:
         getattr(real, f"set_float{torch.finfo(dtype).bits}")()
         torch.set_default_dtype(dtype)
@@ -193,7 +192,8 @@ def _precision(dtype: torch.dtype) -> Iterator[None]:
 def _evaluate(solution: _Solution, x: Tensor, function: Callable[[Tensor, Tensor, Any], Tensor]) -> Tensor:
     """function(inputs, outputs, the inputs as an array); x is (n, d), or (n, 2, d) for pairs of points.
 
-    DeepXDE has the second points of all pairs after the first ones; in the network the two are neighbours.
+    DeepXDE has the second points of all pairs after the first ones; in the network the two are neighbours, as
+    those that belong to one sample have to be.
     """
     follow, together = torch.is_grad_enabled(), 2 if x.dim() == 3 else 1
     exchange = _Exchange(solution) if solution.originals else nullcontext()
@@ -350,7 +350,6 @@ class _Run:
         self.best_loss, self.best = math.inf, self.first
         self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
         self.length, self.turn_end, self.is_over = 0.0, math.inf, False
-        self.march: March | None = None
         self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
@@ -406,9 +405,10 @@ class _Run:
 
     def begin(self) -> None:
         """As `model.train` begins."""
-        self.model.stop_training, self.model.callbacks = False, self.callbacks
-        self.model.train_state.set_data_train(*self.model.data.train_next_batch(self.model.batch_size))
-        self.model.train_state.set_data_test(*self.model.data.test())
+        model = self.model
+        model.stop_training, model.callbacks = False, self.callbacks
+        model.train_state.set_data_train(*model.data.train_next_batch(model.batch_size))
+        model.train_state.set_data_test(*model.data.test())
         self.look()
         self.callbacks.on_train_begin()
 
@@ -427,7 +427,7 @@ class _Run:
     def note(self, fit: Any) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
         self.count_step()
-        if self.is_over or (self.march and not self.march.is_over) or time.perf_counter() < self.turn_end:
+        if self.is_over or time.perf_counter() < self.turn_end:
             return self.is_over
         self.turn_end = math.inf
         self.look()

@@ -31,7 +31,6 @@ from woodbury import _batch
 from woodbury._choice import check_number
 from woodbury.device import fingerprint
 from woodbury.device.passes import Replays
-from woodbury.fit.march import March
 from woodbury.fit.sources import Data, Draw
 from woodbury.model.fallback import Forward
 from woodbury.model.terms import Term, Terms, terms_of
@@ -198,7 +197,6 @@ class TermSource:
     model: nn.Module
     sources: Mapping[str, _Source]
     by_residual: bool = True
-    march: March | None = None  # where the first term is an equation in time
     has_terms: bool = True  # of `Equations`; without, it is one function that draws samples
     weights: dict[str, float] = field(default_factory=dict)
     forward = staticmethod(_run)
@@ -258,19 +256,13 @@ class TermSource:
         residual = source.evaluate(self.model, inputs, targets, found, like)
         scale = like.new_ones(found, 1)
         if chosen:
-            march = self.march if source is next(iter(self.sources.values())) else None
             sizes = residual.norm(dim=1).double()
-            weight = torch.ones_like(sizes) if march is None else march.weigh(inputs, residual)
-            sizes = sizes * weight.sqrt()
             sizes = sizes.clamp(max=CAP * sizes.mean())
-            total, usual = sizes.sum(), weight / weight.sum()
-            share = (usual + torch.where(total > 0, sizes / total, usual)) / 2
-            if march is None:
-                index = torch.multinomial(share, count, replacement=True)
-            else:
-                index = march.choose(inputs, share, count)
+            total = sizes.sum()
+            share = (1 / found + torch.where(total > 0, sizes / total, 1 / found)) / 2
+            index = torch.multinomial(share, count, replacement=True)
             inputs, targets = _batch.take((inputs, targets), index, found)
-            scale = (found * share[index] / weight[index]).rsqrt().to(like).unsqueeze(1)
+            scale = (found * share[index]).rsqrt().to(like).unsqueeze(1)
         return (source.residual, inputs, targets, scale), residual.shape[1]
 
     def balance(self) -> None:

@@ -119,14 +119,13 @@ class SolvingRun(Run):
     def _decide(self) -> None:
         """Whether the next step is a plain one."""
         fit, begun = self.fit, self.fit.steps - self.since
-        marches = self.source.march is not None and not self.source.march.is_over
         if self.phase == "look" and fit.steps in self.looks:
             creeps = all(float(record["length"]) < self.looks[fit.steps] for record in fit.history[-4:])
             if creeps and fit.history[-1]["loss"] > FAR * fit.history[0]["loss"]:
                 self.begin_plain()
         if self.phase == "look" and fit.steps == FEW_STEPS:
             self.count = max(self.count, self.searched)
-        elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH and not marches:
+        elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
             if GROWTH * self.count <= self.most_plain and self._fits(GROWTH * self.count):
                 self.count, self.since = GROWTH * self.count, fit.steps - WINDOW
             else:

@@ -31,7 +31,6 @@ class Drawn:
     forward: Forward | None
     is_fresh = True
     has_terms = False
-    march = None
     weights: dict[str, float] = field(default_factory=dict)  # of terms: none
 
     def batch(self, count: int) -> Data:
