@@ -164,6 +164,21 @@ def test_the_head_of_a_form_is_its_first_rows(name):
         assert (form.gram_head(row_count, None, False) - gram[:row_count]).abs().max() <= bound
 
 
+def test_products_with_rows_are_the_same_once_curvature_has_written_them_out():
+    """In the order of the parameters alone: blocks of some of them, or in another order, are not U."""
+    problem = problems.make("squared")
+    names = [name for name, _ in problem.model.named_parameters()]
+    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    U = rows.dense()
+    v, c = rows.plan.space.vector(torch.randn(U.shape[1]).double()), torch.randn(len(U)).double()
+    for blocks, is_written in (([names[:1]], False), ([names[::-1]], False), ([names], True)):
+        rows.curvature(rows.row_count, blocks)
+        assert (rows._written is not None) is is_written
+        bound = bounds.rounding(max(U.shape)) * U.norm()
+        assert (rows.matvec(v) - U @ v.flat).norm() <= bound * v.flat.norm()
+        assert (rows.rmatvec(c).flat - U.T @ c).norm() <= bound * c.norm()
+
+
 @pytest.mark.parametrize("fallback", [None, "autograd"])
 def test_a_step_leaves_no_pass_behind(fallback, monkeypatch):
     """A capture holds the graph of a pass: memory must not wait for the garbage collector."""

@@ -208,8 +208,9 @@ class Rows:
         for strip, rows in zip(strips, spans, strict=True):
             left = self._write_rows(strip, row_count, dtype)
             add_own_product(matrix[rows, rows], left.t(), beta=0)
-            if left.shape == self.shape and [slab.name for slab in strip] == list(self.plan.parameters):
-                self._written = left if dtype == self.plan.dtype else None
+            is_whole = left.shape == self.shape and [slab.name for slab in strip] == list(self.plan.parameters)
+            if is_whole and dtype == self.plan.dtype:
+                self._written = left
             for other, columns in zip(strips, spans, strict=True):
                 if columns.start >= rows.stop:
                     right = self._write_rows(other, row_count, dtype)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -160,9 +160,7 @@ class _Source:
         return residual
 
     def _values(self, model: nn.Module, key: Callable[[], Hashable], *batch: Any) -> Tensor:
-        def run(*batch: Any) -> Tensor:
-            return self.residual(model, *batch)
-
+        run = partial(self.residual, model)
         try:
             with torch.no_grad():
                 values: Tensor = self.replays(key, run, *batch)

@@ -110,7 +110,7 @@ class GraphCapture(Pass):
         """Whether `run_with` reaches all uses of the parameters: a function may hold one by itself."""
         findings = self.plan.findings
         if findings.can_exchange is None:
-            findings.note_exchange(False)  # meanwhile
+            findings.note_exchange(False)  # until it is known, since looking runs the model as well
             findings.note_exchange(self._exchange_agrees())
         return bool(findings.can_exchange)
 
