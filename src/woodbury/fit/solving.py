@@ -3,7 +3,8 @@
 Far from a solution a searched step may be dear and short. Where the first ones creep, Levenberg-Marquardt steps
 follow (for terms), taken if they gain, as long as they gain enough, and then searched steps for good.
 There are twice as many samples after two searched steps in a row that the samples limit: where other samples
-promise less than half of what the batch promises.
+promise less than half of what the batch promises. They stay if the next steps gain more than the last ones did by
+as much as they are dearer; otherwise there are as many as before again, for a while.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ FEW_ON_DEVICE = 512  # on a device, where searched ones have 1.5 per parameter
 GROWTH = 2  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
+TRIAL = 8  # steps with more samples, which stay
+PAYS = 1.5  # if these steps take so many times as much off the logarithm of the loss as the ones before;
+REST = 32  # steps until the next trial where they do not, and twice as many each time
 MOST_ROWS, MOST_ROWS_ON_CPU = 8, 4  # samples per parameter at most: more add little to the curvature
 MOST_SAMPLES = 32768  # of a step: more take longer than they are worth
 COPIES = 6  # of the rows that a step holds at once, at most
 AVAILABLE = 0.5  # of the memory that is left: a step takes no more than this by itself
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
-_COURSE = ("phase", "since", "rejected", "limited", "count", "most")  # what `resume` needs
+_COURSE = ("phase", "since", "rejected", "limited", "count", "most", "sized", "before", "resting", "rest")  # what `resume` needs
 
 
 class SolvingRun(Run):
@@ -81,6 +85,8 @@ class SolvingRun(Run):
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.rejected = self.limited = 0  # steps in a row
+        self.sized, self.before = 0, math.nan  # the step of the last growth, what a step gained then: on trial
+        self.resting, self.rest = 0, REST  # no trial before this step, and how long the next rest is
         self.most_plain = 0  # samples of plain steps, where more than the first ones
         self.drawn: _random.Snapshot | None = None  # random numbers of the samples, if they have a seed
         if seed is not None:
@@ -104,7 +110,7 @@ class SolvingRun(Run):
                 if self.count < 2 * LEAST:
                     raise
                 self.count, self.limited = self.count // 2, 0
-                self.most = self.count
+                self.most, self.before = self.count, math.nan
                 message = f"fit: memory has run out: from now on a step has {self.count} samples"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         self.fit.steps, self.fit.samples = self.fit.steps + 1, self.count
@@ -168,11 +174,18 @@ class SolvingRun(Run):
         return "stalled" if self.rejected >= STALLED else None
 
     def _grow(self) -> None:
-        """Draw more samples from now on, where they limit the steps and their rows fit into memory."""
-        agreement = self.optimizer.state.get("search", {}).get("agreement", 1.0)
+        """Draw more samples from now on, where they limit the steps, pay, and their rows fit into memory."""
+        agreement, now = self.optimizer.state.get("search", {}).get("agreement", 1.0), self.fit.steps
         self.limited = self.limited + 1 if agreement < LIMITED else 0
-        if self.limited >= LIMITED_STEPS and GROWTH * self.count <= self.most and self._fits(GROWTH * self.count):
-            self.count, self.rejected, self.limited = GROWTH * self.count, 0, 0
+        if now - self.sized == TRIAL and self._gained(TRIAL) < PAYS * self.before:
+            self.count, self.rejected, self.limited = self.count // GROWTH, 0, 0
+            self.before, self.resting, self.rest = math.nan, now + self.rest, 2 * self.rest
+        on_trial, can_grow = now - self.sized < TRIAL, GROWTH * self.count <= self.most
+        if on_trial or now < self.resting or self.limited < LIMITED_STEPS or not can_grow:
+            return
+        if self._fits(GROWTH * self.count):
+            self.before = self._gained(TRIAL)
+            self.count, self.rejected, self.limited, self.sized = GROWTH * self.count, 0, 0, now
 
     def _fits(self, count: int) -> bool:
         """Whether the rows of so many samples fit into what memory is left, as far as that is known."""
