@@ -2,6 +2,7 @@
 
 import io
 import math
+from itertools import groupby
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import bounds
 import problems
 import reference
 import woodbury
+from woodbury.fit import solving
 
 
 def smooth_fit(seed=0):
@@ -121,6 +123,18 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
     assert (
         max(reference.loss_of(model, (inputs, surface(inputs))), fit.loss) < 1e-3 * surface(inputs).square().mean()
     )
+
+
+def test_more_samples_stay_only_if_their_steps_gain_half_as_much_again(monkeypatch):
+    gains = {8: 1.0, 16: 1.4, 48: 1.0, 56: 1.6, 64: 2.5, 72: 4.0}  # before trials and after them
+    monkeypatch.setattr(solving.SolvingRun, "_gained", lambda self, steps: gains[self.fit.steps])
+    monkeypatch.setattr(solving, "LIMITED", math.inf)  # every step seems to be limited by the samples
+    model = problems.mlp(1, 40, 1).double()
+    settings = {"steps": 72, "samples": 50, "points": "as drawn", "progress": False}
+    fit = woodbury.fit(model, nn.MSELoss(), draw, **settings)
+    sizes = [(size, len(list(steps))) for size, steps in groupby(record["samples"] for record in fit.history)]
+    # 8 steps, a trial of 8 that does not pay, a rest of 32, and trials that do
+    assert sizes == [(50, 8), (100, 8), (50, 32), (100, 8), (200, 8), (400, 8)]
 
 
 def test_the_number_of_samples_follows_the_model():

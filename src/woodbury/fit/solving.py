@@ -47,7 +47,8 @@ COPIES = 6  # of the rows that a step holds at once, at most
 AVAILABLE = 0.5  # of the memory that is left: a step takes no more than this by itself
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
-_COURSE = ("phase", "since", "rejected", "limited", "count", "most", "sized", "before", "resting", "rest")  # what `resume` needs
+# what `resume` needs
+_COURSE = ("phase", "since", "rejected", "limited", "count", "most", "sized", "before", "resting", "rest")
 
 
 class SolvingRun(Run):
