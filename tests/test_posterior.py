@@ -284,6 +284,13 @@ def test_model_and_data_may_change_afterwards_and_dropout_is_off():
     assert model.training and all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+def test_data_may_be_a_pair_as_in_fit():
+    problem = make("squared")
+    data = problem.inputs, problem.targets
+    pair = woodbury.posterior(problem.model, problem.loss, data, prior=PRIOR, noise=NOISE)
+    assert torch.equal(pair.variance(data[0]), make_posterior(problem).variance(data[0]))
+
+
 def test_many_inputs_are_taken_in_pieces(monkeypatch):
     problem = make("squared")
     posterior, x, bound = make_posterior(problem), new_inputs(problem, 9), bound_of(Dense(problem, PRIOR))

@@ -170,7 +170,7 @@ def posterior(
             data, prior and noise are taken.
         loss: one that `GaussNewton` takes. The sum over samples is the negative log likelihood, whatever its
             reduction (up to a constant for losses that leave one out); for `MSELoss`, that of Gaussian noise.
-        inputs, targets: the training data.
+        inputs, targets: the training data; inputs may be (inputs, targets), as in `woodbury.fit`.
         prior: the precision of the parameters: a number, a dictionary from parameter name to number, or
             "evidence" for the one number that maximises `log_evidence`.
         noise: for squared error: the variance of the noise, or "evidence" likewise (with the prior, if both are).
@@ -196,6 +196,8 @@ def posterior(
         raise ValueError(
             f"posterior: noise= is a variance for MSELoss, and {type(loss).__name__} has none: leave it out"
         )
+    if targets is None and isinstance(inputs, tuple | list) and len(inputs) == 2:
+        inputs, targets = inputs
     inputs, targets = pytree.tree_map_only(Tensor, Tensor.clone, (inputs, targets))  # which it looks at later
     model = copy.deepcopy(model).eval()
     data = TrainingData(model, loss, forward=forward, fallback=fallback, inputs=inputs, targets=targets)
