@@ -125,16 +125,21 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
     )
 
 
-def test_more_samples_stay_only_if_their_steps_gain_half_as_much_again(monkeypatch):
-    gains = {8: 1.0, 16: 1.4, 48: 1.0, 56: 1.6, 64: 2.5, 72: 4.0}  # before trials and after them
+@pytest.mark.parametrize(
+    ("samples", "sizes"),
+    [
+        (100, [(100, 2), (200, 2), (400, 8)]),  # up to 256 where there are 151 parameters, and once beyond
+        (256, [(256, 8), (512, 8), (256, 32), (512, 12)]),  # a trial that does not pay, a rest, one that does
+    ],
+)
+def test_more_samples_than_usual_stay_only_if_their_steps_gain_half_as_much_again(samples, sizes, monkeypatch):
+    gains = {8: 1.0, 16: 1.4, 48: 1.0, 56: 1.6}  # before trials and after them
     monkeypatch.setattr(solving.SolvingRun, "_gained", lambda self, steps: gains[self.fit.steps])
     monkeypatch.setattr(solving, "LIMITED", math.inf)  # every step seems to be limited by the samples
-    model = problems.mlp(1, 40, 1).double()
-    settings = {"steps": 72, "samples": 50, "points": "as drawn", "progress": False}
-    fit = woodbury.fit(model, nn.MSELoss(), draw, **settings)
-    sizes = [(size, len(list(steps))) for size, steps in groupby(record["samples"] for record in fit.history)]
-    # 8 steps, a trial of 8 that does not pay, a rest of 32, and trials that do
-    assert sizes == [(50, 8), (100, 8), (50, 32), (100, 8), (200, 8), (400, 8)]
+    settings = {"steps": sum(steps for _, steps in sizes), "samples": samples, "points": "as drawn"}
+    fit = woodbury.fit(problems.mlp(1, 50, 1).double(), nn.MSELoss(), draw, progress=False, **settings)
+    runs = groupby(record["samples"] for record in fit.history)
+    assert [(size, len(list(steps))) for size, steps in runs] == sizes
 
 
 def test_the_number_of_samples_follows_the_model():

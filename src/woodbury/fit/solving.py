@@ -3,8 +3,8 @@
 Far from a solution a searched step may be dear and short. Where the first ones creep, Levenberg-Marquardt steps
 follow (for terms), taken if they gain, as long as they gain enough, and then searched steps for good.
 There are twice as many samples after two searched steps in a row that the samples limit: where other samples
-promise less than half of what the batch promises. They stay if the next steps gain more than the last ones did by
-as much as they are dearer; otherwise there are as many as before again, for a while.
+promise less than half of what the batch promises. More than 1.5 per parameter stay only if the next steps gain
+half as much again as the last ones did; otherwise there are as many as before, for a while.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class SolvingRun(Run):
         self.most = min((MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size, MOST_SAMPLES)
         while usual > LEAST and not self._fits(usual):
             usual //= 2
+        self.usual = usual
         few = source.has_terms  # each has points of its own, and few are enough at first
         if samples is not None:
             self.count = self.searched = samples
@@ -86,7 +87,8 @@ class SolvingRun(Run):
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.rejected = self.limited = 0  # steps in a row
-        self.sized, self.before = 0, math.nan  # the step of the last growth, what a step gained then: on trial
+        # of samples on trial the step they began with and what the steps before gained; otherwise not a number
+        self.sized, self.before = 0, math.nan
         self.resting, self.rest = 0, REST  # no trial before this step, and how long the next rest is
         self.most_plain = 0  # samples of plain steps, where more than the first ones
         self.drawn: _random.Snapshot | None = None  # random numbers of the samples, if they have a seed
@@ -178,14 +180,19 @@ class SolvingRun(Run):
         """Draw more samples from now on, where they limit the steps, pay, and their rows fit into memory."""
         agreement, now = self.optimizer.state.get("search", {}).get("agreement", 1.0), self.fit.steps
         self.limited = self.limited + 1 if agreement < LIMITED else 0
-        if now - self.sized == TRIAL and self._gained(TRIAL) < PAYS * self.before:
-            self.count, self.rejected, self.limited = self.count // GROWTH, 0, 0
-            self.before, self.resting, self.rest = math.nan, now + self.rest, 2 * self.rest
-        on_trial, can_grow = now - self.sized < TRIAL, GROWTH * self.count <= self.most
-        if on_trial or now < self.resting or self.limited < LIMITED_STEPS or not can_grow:
+        if not math.isnan(self.before):  # on trial
+            if now - self.sized < TRIAL:
+                return
+            if self._gained(TRIAL) < PAYS * self.before:
+                self.count, self.rejected, self.limited = self.count // GROWTH, 0, 0
+                self.resting, self.rest = now + self.rest, 2 * self.rest
+            self.before = math.nan
+        must_pay = self.count >= self.usual
+        is_early = now < max(self.resting, TRIAL if must_pay else 0)
+        if is_early or self.limited < LIMITED_STEPS or GROWTH * self.count > self.most:
             return
         if self._fits(GROWTH * self.count):
-            self.before = self._gained(TRIAL)
+            self.before = self._gained(TRIAL) if must_pay else math.nan
             self.count, self.rejected, self.limited, self.sized = GROWTH * self.count, 0, 0, now
 
     def _fits(self, count: int) -> bool:
