@@ -136,6 +136,8 @@ def test_more_samples_than_usual_stay_only_if_their_steps_gain_half_as_much_agai
     gains = {8: 1.0, 16: 1.4, 48: 1.0, 56: 1.6}  # before trials and after them
     monkeypatch.setattr(solving.SolvingRun, "_gained", lambda self, steps: gains[self.fit.steps])
     monkeypatch.setattr(solving, "LIMITED", math.inf)  # every step seems to be limited by the samples
+    usual = property(lambda self: 256, lambda self, value: None)  # as on a device
+    monkeypatch.setattr(solving.SolvingRun, "usual", usual, raising=False)
     settings = {"steps": sum(steps for _, steps in sizes), "samples": samples, "points": "as drawn"}
     fit = woodbury.fit(problems.mlp(1, 50, 1).double(), nn.MSELoss(), draw, progress=False, **settings)
     runs = groupby(record["samples"] for record in fit.history)

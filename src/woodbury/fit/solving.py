@@ -3,8 +3,8 @@
 Far from a solution a searched step may be dear and short. Where the first ones creep, Levenberg-Marquardt steps
 follow (for terms), taken if they gain, as long as they gain enough, and then searched steps for good.
 There are twice as many samples after two searched steps in a row that the samples limit: where other samples
-promise less than half of what the batch promises. More than 1.5 per parameter stay only if the next steps gain
-half as much again as the last ones did; otherwise there are as many as before, for a while.
+promise less than half of what the batch promises. On a device more than 1.5 per parameter stay only if the next
+steps gain half as much again as the last ones did; otherwise there are as many as before, for a while.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SolvingRun(Run):
         self.most = min((MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size, MOST_SAMPLES)
         while usual > LEAST and not self._fits(usual):
             usual //= 2
-        self.usual = usual
+        self.usual = math.inf if on_cpu else usual  # more have to pay; on a CPU there are too few steps for trials
         few = source.has_terms  # each has points of its own, and few are enough at first
         if samples is not None:
             self.count = self.searched = samples
@@ -187,11 +187,10 @@ class SolvingRun(Run):
                 self.count, self.rejected, self.limited = self.count // GROWTH, 0, 0
                 self.resting, self.rest = now + self.rest, 2 * self.rest
             self.before = math.nan
-        must_pay = self.count >= self.usual
-        is_early = now < max(self.resting, TRIAL if must_pay else 0)
-        if is_early or self.limited < LIMITED_STEPS or GROWTH * self.count > self.most:
+        if now < self.resting or self.limited < LIMITED_STEPS or GROWTH * self.count > self.most:
             return
-        if self._fits(GROWTH * self.count):
+        must_pay = self.count >= self.usual
+        if not (must_pay and now < TRIAL) and self._fits(GROWTH * self.count):
             self.before = self._gained(TRIAL) if must_pay else math.nan
             self.count, self.rejected, self.limited, self.sized = GROWTH * self.count, 0, 0, now
 
