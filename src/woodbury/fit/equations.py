@@ -8,9 +8,9 @@
 
 and multiplies their residuals by 1 / sqrt(8 n q): the expected loss and its gradient stay what they are, and
 points are where the residual is. The bound is for corners that no network can fit, such as two ends of a start
-that do not meet: without it half of all points would be there. They are not independent: along a curve through
-all candidates that keeps neighbours together, one is taken after every n-th of the sum of q, so that there are
-no gaps, and no two rows that say the same.
+that do not meet: without it half of all points would be there. On a line (an equation in time alone) they are not
+independent: from one end on, one is taken after every 1/n of the sum of q, so that there are no gaps between them,
+and no two rows that say the same.
 
 **Weights.** The first term has the weight 1. With tau_t, the mean square of a row of term t, the others have
 
@@ -40,7 +40,6 @@ from woodbury.row_matrix import rows
 
 CANDIDATES = 8  # points drawn for each that is taken
 CAP = 10.0  # times the mean |r|: as much as counts of a residual
-MOST_BITS = 60  # of a place on the curve through the candidates
 AT_ONCE = 16384  # candidates that go through the model together
 FEWER = 2  # times fewer points than the first term has, for the others
 PROBE = 64  # points that tell how long the rows of a term are
@@ -173,25 +172,13 @@ class _Source:
         return values.detach()
 
 
-def _take_evenly(inputs: Any, share: Tensor, count: int) -> Tensor:
-    """Indices with these probabilities, evenly along a curve through the points; as they are where they have none."""
-    order = torch.arange(len(share), device=share.device)
-    if isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.dim() > 1:
-        order = _along_curve(inputs.flatten(1))
+def _take(inputs: Any, share: Tensor, count: int) -> Tensor:
+    """Indices with these probabilities: evenly where the points are on a line, otherwise independent ones."""
+    if not isinstance(inputs, Tensor) or inputs.shape[1:] != (1,):
+        return torch.multinomial(share, count, replacement=True)
+    order = inputs[:, 0].argsort()
     places = (torch.arange(count).to(share) + torch.rand(1).to(share)) / count
     return order[torch.searchsorted(share[order].cumsum(0), places).clamp(max=len(share) - 1)]
-
-
-def _along_curve(points: Tensor) -> Tensor:
-    """The order of points (n, d) in which their coordinates, bit by bit in turn, are a growing number (Morton)."""
-    points = points[:, :MOST_BITS]
-    bits = min(MOST_BITS // points.shape[1], 16)
-    low, high = points.aminmax(dim=0)
-    cells = ((points - low) / (high - low) * (2**bits - 1)).nan_to_num(0).long()
-    own = torch.arange(bits, device=points.device).unsqueeze(1)
-    columns = torch.arange(points.shape[1], device=points.device)
-    number: Tensor = ((cells.unsqueeze(1) >> own & 1) << own * len(columns) + columns).sum((1, 2))
-    return number.argsort()
 
 
 def _as_data(given: Any) -> Data:
@@ -282,7 +269,7 @@ class TermSource:
             sizes = sizes.clamp(max=CAP * sizes.mean())
             total = sizes.sum()
             share = (1 / found + torch.where(total > 0, sizes / total, 1 / found)) / 2
-            index = _take_evenly(inputs, share, count)
+            index = _take(inputs, share, count)
             inputs, targets = _batch.take((inputs, targets), index, found)
             scale = (found * share[index]).rsqrt().to(like).unsqueeze(1)
         return (source.residual, inputs, targets, scale), residual.shape[1]
