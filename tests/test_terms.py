@@ -16,7 +16,9 @@ from woodbury._vector import flatten
 from woodbury.fit.equations import Equations, TermSource
 
 N = 7
-solving = import_module("woodbury.fit.solving")  # woodbury.fit is the function
+equations, solving = (
+    import_module(f"woodbury.fit.{name}") for name in ("equations", "solving")
+)  # fit: a function
 
 
 def make_net():
@@ -134,12 +136,12 @@ def test_terms_that_need_different_methods_do_not_slow_each_other_down():
     assert optimizer._plan().findings.fallback_method in ("expanded", "func")
 
 
-def test_points_by_residual_keep_the_expected_loss():
+@pytest.mark.parametrize("width", [1, 2])  # on a line they are not independent
+def test_points_by_residual_keep_the_expected_loss(width):
     """Over many draws the weighted mean square is that of points as they are drawn."""
     model = make_net()
-    terms = TermSource(
-        model, Equations(only=(lambda count: torch.rand(count, 2).double(), lambda m, x: m(x) ** 8)).terms
-    )
+    term = (lambda count: torch.rand(count, width).double(), lambda m, x: m(x.expand(-1, 2)) ** 8)
+    terms = TermSource(model, Equations(only=term).terms)
     chosen, drawn = [], []
     for _ in range(200):
         inputs, _ = terms.batch(64)
@@ -150,6 +152,18 @@ def test_points_by_residual_keep_the_expected_loss():
     assert abs(chosen.mean() - drawn.mean()) <= 5 * error
     uniform = [float(terms.forward(model, terms.draw(64)[0]).detach().square().mean()) for _ in range(200)]
     assert chosen.std() < torch.tensor(uniform).std()  # what it is for: less noise
+
+
+def test_points_on_a_line_have_no_gaps():
+    """Left of any candidate there are as many as its probabilities promise, but for a part of one."""
+    taken, share = 48, torch.rand(300, dtype=torch.float64)
+    share[:100] /= 50
+    share /= share.sum()
+    line = torch.rand(300, 1, dtype=torch.float64)
+    index = equations._take(line, share, taken)
+    for place in line:
+        found, promised = int((line[index] <= place).sum()), float(share[line[:, 0] <= place].sum() * taken)
+        assert abs(found - promised) <= 1 + bounds.rounding(300) * taken
 
 
 def points(count):

@@ -42,7 +42,7 @@ FEWEST = 64  # points of the equation at first
 LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momentum makes up for the others
 STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "damping": PLAIN}
 LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
-TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer one, four, ...
+TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer four, 16, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS, _SETS = (dde.icbc.PeriodicBC, Interface2DBC), (PointSetBC, PointSetOperatorBC)  # of two points; measured
@@ -63,8 +63,8 @@ def fit(
 
     Args:
         model: new, or trained before. It ends with the lowest training loss seen, by DeepXDE's own account.
-        seconds, steps: where to stop, whichever comes first. With seconds, a new model begins with turns of the
-            optimizer that it was compiled with, until a turn of Gauss-Newton steps gains enough.
+        seconds, steps: where to stop, whichever comes first. With seconds, where the first Gauss-Newton steps of
+            a new model gain little, turns of the optimizer that it was compiled with follow.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
         weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows; "auto"
@@ -90,14 +90,14 @@ def fit(
             except RuntimeError:  # a function of the user multiplies by a matrix of the given type
                 run.cast(None, run.first)
         if seconds is not None:
-            run.deadline, run.pause = started + seconds, seconds / LOOKS
             run.length = seconds / TURNS * (is_new and not dde.optimizers.is_external_optimizer(model.opt_name))
-        turn, result = run.length, Fit(reason="callback")
+            run.deadline, run.turn_end = started + seconds, started + (run.length or math.inf)
+        run.pause, turn, result = (seconds or 0.0) / LOOKS, 0.0, Fit(reason="callback")
         try:
             while result.reason == "callback" and not run.is_over:
                 if turn > 0:
                     run.descend(turn)
-                turn, before, begun = 4 * turn, result.history, time.perf_counter() - started
+                turn, before, begun = 4 * (turn or run.length), result.history, time.perf_counter() - started
                 result = _solving(run, problem, steps, points, weights).go(None)
                 for record in result.history:  # as steps of the whole fit
                     record["step"], record["seconds"] = record["step"] + len(before), record["seconds"] + begun

@@ -8,7 +8,9 @@
 
 and multiplies their residuals by 1 / sqrt(8 n q): the expected loss and its gradient stay what they are, and
 points are where the residual is. The bound is for corners that no network can fit, such as two ends of a start
-that do not meet: without it half of all points would be there.
+that do not meet: without it half of all points would be there. On a line (an equation in time alone) they are not
+independent: from one end on, one is taken after every 1/n of the sum of q, so that there are no gaps between them,
+and no two rows that say the same.
 
 **Weights.** The first term has the weight 1. With tau_t, the mean square of a row of term t, the others have
 
@@ -170,6 +172,15 @@ class _Source:
         return values.detach()
 
 
+def _take(inputs: Any, share: Tensor, count: int) -> Tensor:
+    """Indices with these probabilities: evenly where the points are on a line, otherwise independent ones."""
+    if not isinstance(inputs, Tensor) or inputs.shape[1:] != (1,):
+        return torch.multinomial(share, count, replacement=True)
+    order = inputs[:, 0].argsort()
+    places = torch.arange(count, device=share.device) + torch.rand(1, dtype=share.dtype, device=share.device)
+    return order[torch.searchsorted(share[order].cumsum(0), places / count).clamp(max=len(share) - 1)]
+
+
 def _as_data(given: Any) -> Data:
     is_pair = isinstance(given, tuple | list) and len(given) == 2
     if is_pair and (given[1] is None or isinstance(given[1], Tensor)):
@@ -258,7 +269,7 @@ class TermSource:
             sizes = sizes.clamp(max=CAP * sizes.mean())
             total = sizes.sum()
             share = (1 / found + torch.where(total > 0, sizes / total, 1 / found)) / 2
-            index = torch.multinomial(share, count, replacement=True)
+            index = _take(inputs, share, count)
             inputs, targets = _batch.take((inputs, targets), index, found)
             scale = (found * share[index]).rsqrt().to(like).unsqueeze(1)
         return (source.residual, inputs, targets, scale), residual.shape[1]
