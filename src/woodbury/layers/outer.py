@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -74,29 +75,35 @@ class Layout:
         """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
         return samples if self.is_plain else samples.index_select(0, _sample_of_row(self.pieces, samples.device))
 
+    @cached_property
+    def _windows(self) -> list[slice]:
+        """Where the rows of each piece are."""
+        return [slice(*own) for own in pairwise([0, *accumulate(n * k for n, k in self.pieces)])]
+
     def split(self, rows: Tensor) -> list[Tensor]:
-        """(r, ...) -> (n, k, ...) of each piece."""
-        if len(self.pieces) == 1:
-            return [rows.view(*self.pieces[0], *rows.shape[1:])]
-        parts, row = [], 0
-        for n, k in self.pieces:
-            parts.append(rows[row : row + n * k].view(n, k, *rows.shape[1:]))  # faster than unflatten
-            row += n * k
-        return parts
+        """(r, ...) -> the rows of each piece."""
+        return [rows] if len(self.pieces) == 1 else [rows[window] for window in self._windows]
 
     def multiply_(self, rows: Tensor, samples: Tensor) -> None:
         """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
         sizes = [n for n, _ in self.pieces]
-        pieces = [samples] if len(sizes) == 1 else samples.split(sizes)
-        for own, multipliers in zip(self.split(rows), pieces, strict=True):
-            own.mul_(multipliers.unsqueeze(1))
+        multipliers = (samples,) if len(sizes) == 1 else samples.split_with_sizes(sizes)
+        for (n, k), own, by in zip(self.pieces, self.split(rows), multipliers, strict=True):
+            if k == 1:
+                own.mul_(by)
+            else:
+                own.view(n, k, -1).mul_(by.unsqueeze(1))
 
     def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
         """sum over the rows of each sample of c h, (n, o), for c (r,) and rows h (r, o)."""
         if self.is_plain:
             return coefficients.unsqueeze(1) * rows
-        pairs = zip(self.split(coefficients), self.split(rows), strict=True)
-        parts = [c * h[:, 0] if c.shape[1] == 1 else torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs]
+        parts = []
+        for (n, k), c, h in zip(self.pieces, self.split(coefficients), self.split(rows), strict=True):
+            if k == 1:
+                parts.append(c.unsqueeze(1) * h)
+            else:
+                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def of_columns(self, samples: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ def chain_rows(
     def apply(back: Back, own: Tensor) -> Tensor:
         if is_plain:
             return back(own)
-        layout.multiply_(own, back(own.new_ones(samples, own.shape[1]))[: layout.samples])
+        slopes = back(own.new_ones(samples, own.shape[1]))
+        layout.multiply_(own, slopes if layout.samples == samples else slopes[: layout.samples])
         return own
 
     if len(backs) == len(weights):
