@@ -131,7 +131,7 @@ class RowForm(ABC):
         )
 
     def factored_sum(self, coefficients: Tensor) -> OuterSum | None:
-        """U^T c for coefficients (r,), if the outputs of the layer at theta - U^T c follow from its factors."""
+        """U^T c for coefficients (r,), if the outputs of the layer at theta + U^T c follow from its factors."""
         return None
 
     def affine_sizes(self, row_count: int) -> tuple[int, int, int, int] | None:
