@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _profiler_enabled
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from woodbury import _random
 from woodbury._batch import Batch
@@ -244,6 +247,20 @@ class SecondOrder(torch.optim.Optimizer):
         return {**state, "state": _as_plain(state["state"])}
 
     # -- one step ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's wrapper of `step`, where there are hooks or a profiler: it takes as long as ten operations."""
+        wrapped = torch.optim.Optimizer.profile_hook_step(func)
+
+        @wraps(func)
+        def step(self: SecondOrder, *args: Any, **options: Any) -> Any:
+            own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
+                return wrapped(self, *args, **options)
+            return func(self, *args, **options)
+
+        return step
 
     def _context(self, settings: Settings | None = None) -> Context:
         """What a step is taken with, and the part of the state that posing a problem changes."""
