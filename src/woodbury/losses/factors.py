@@ -61,7 +61,7 @@ class DiagonalFactor(Factor):
     root: Tensor  # (n, m)
 
     def columns(self) -> Tensor:
-        return torch.diag_embed(self.root)
+        return self.root.unsqueeze(2) if self.root.shape[1] == 1 else torch.diag_embed(self.root)
 
     def matvec(self, coefficients: Tensor) -> Tensor:
         return self.root * coefficients
