@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from threading import Event, RLock, current_thread, get_ident, main_thread
 from types import FrameType
 from typing import Any
 
-from torch import nn
 from torch.nn.modules import module as modules
 
 
@@ -70,11 +70,8 @@ def leave_all() -> None:
         context.repair()
 
 
-def has_hook(module: nn.Module) -> bool:
-    """Whether hooks on this module run when it is called, or when gradients go back through it."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+# the hooks that run when a module is called, or when gradients go back through it, by kind
+hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _has_global_hook() -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._process import has_global_hook, has_hook
+from woodbury._process import has_global_hook, hooks_of
 from woodbury._vector import Parts
 from woodbury.layers.forms import OuterSum, linear
 from woodbury.layers.outer import OuterRows, layout_of
@@ -98,7 +98,7 @@ def chain_rows(
     activations between layers, and to one after the last layer if there is one.
     """
     samples = layer_inputs[0].shape[0]
-    layout = layout_of(tuple((c.shape[0], c.shape[1] if c.dim() == 3 else 1) for c in segments))
+    layout = layout_of(tuple([(c.shape[0], c.shape[1] if c.dim() == 3 else 1) for c in segments]))
     flat = [columns.flatten(0, 1) if columns.dim() == 3 else columns for columns in segments]
     grads = [flat[0] if len(flat) == 1 else torch.cat(flat)]
     is_plain = layout.samples == samples and layout.is_plain
@@ -155,7 +155,7 @@ class Chain:
         for module in self.modules:
             kind = type(module)
             # a forward of its own, or one replaced for the whole class
-            if has_hook(module) or "forward" in module.__dict__ or kind.forward is not _FORWARDS.get(kind):
+            if any(hooks_of(module)) or "forward" in module.__dict__ or kind.forward is not _FORWARDS.get(kind):
                 return False
         return True
 
