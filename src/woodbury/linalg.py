@@ -193,7 +193,10 @@ def solve_in_sample_space(
     inside, others = head.split_with_sizes([m, gradient_rows], -1) if gradient_rows else (head, head)
     matrix = plus_diagonal(inside, shift)
     constant, outside = e is None and gradient_rows > 0, ones(gradient_rows, gram.dtype, gram.device)
-    e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
+    if e is None:
+        e = ones(m, gram.dtype, gram.device)
+    elif e.dtype != gram.dtype:
+        e = e.to(gram.dtype)
     if gradient_rows and gram.dim() == 2 and not isinstance(shift, Tensor):  # the same in one operation
         rhs = torch.addmv(e, others, outside, beta=shift, alpha=-1)
     else:

@@ -64,12 +64,7 @@ class Layout:
 
     def head(self, row_count: int) -> Layout:
         """The layout of the first rows, of whole samples."""
-        pieces: list[tuple[int, int]] = []
-        for n, k in self.pieces:
-            if row_count > 0:
-                pieces.append((min(n, row_count // k), k))
-            row_count -= n * k
-        return layout_of(tuple(pieces))
+        return _head_of(self.pieces, row_count)
 
     def of_rows(self, samples: Tensor) -> Tensor:
         """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
@@ -115,6 +110,17 @@ class Layout:
 def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
     """The layout of these pieces, cached."""
     return Layout(pieces)
+
+
+@lru_cache(LIMIT)
+def _head_of(pieces: tuple[tuple[int, int], ...], row_count: int) -> Layout:
+    """The layout of the first rows of these pieces."""
+    head: list[tuple[int, int]] = []
+    for n, k in pieces:
+        if row_count > 0:
+            head.append((min(n, row_count // k), k))
+        row_count -= n * k
+    return layout_of(tuple(head))
 
 
 @constant_tensor  # a few kilobytes per batch size

@@ -271,8 +271,9 @@ class SecondOrder(torch.optim.Optimizer):
     def _step(self, context: Context, request: Request) -> StepInfo:
         transaction = context.transaction
         try:
-            alone = context.device.type == "cuda" and self._problems.group.size == 1
-            recordings = self._recordings if alone else None
+            recordings = self._recordings
+            if recordings is not None and (context.device.type != "cuda" or self._problems.group.size > 1):
+                recordings = None
             plain = request.subset is None and request.full is None
             if recordings is not None and plain and context.settings.is_recordable:
                 info = self._replayed(recordings, context, request)

@@ -59,7 +59,8 @@ class Step:
             proposal, policy, objective = self._propose()
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
             policy.judge(proposal, objective, self.context.state)
-        self.doubts.warn_of(proposal.warnings)
+        if proposal.warnings:
+            self.doubts.warn_of(proposal.warnings)
         with torch.no_grad():
             return self._move(proposal, done)
 

@@ -110,7 +110,8 @@ class Displacement:
             holds = compute(accepted)[0].bool()
         elif not accepted:
             return
-        self._add_formed(parameters, rates, holds)
+        if self._formed:
+            self._add_formed(parameters, rates, holds)
         for part in self._only_factored():
             _add_factored(part, parameters, rates, holds)
 
@@ -159,9 +160,9 @@ def _add_factored(
     contracted = total.contracted
     inputs = total.inputs if holds is None else scaled_if(holds, total.inputs)
     last_rate, change = None, contracted.t()
-    for local in total.parameters:
-        name = layer.parameters[local]
-        if name not in parameters:
+    for local in (total.weight, total.bias):
+        name = None if local is None else layer.parameters[local]
+        if name is None or name not in parameters:
             continue
         rate = rates[name]
         # alpha= takes plain numbers only; a rate that is a tensor must round in the same way
