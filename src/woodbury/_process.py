@@ -74,21 +74,14 @@ def leave_all() -> None:
 hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _has_global_hook() -> bool:
-    return any(
-        (
-            modules._global_backward_pre_hooks,
-            modules._global_backward_hooks,
-            modules._global_forward_pre_hooks,
-            modules._global_forward_hooks,
-            modules._global_forward_hooks_always_called,
-            modules._global_forward_hooks_with_kwargs,
-        )
-    )
+_global_hooks_of = attrgetter(
+    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+)
 
 
-# Whether hooks on all modules of the process are registered; torch has its own function for it from 2.8 on.
-has_global_hook = getattr(modules, "_has_any_global_hook", _has_global_hook)
+def has_global_hook() -> bool:
+    """Whether hooks on all modules of the process are registered."""
+    return any(_global_hooks_of(modules))
 
 
 @contextmanager

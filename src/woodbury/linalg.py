@@ -45,8 +45,8 @@ def reciprocal_condition(lower: Tensor) -> float:
 
 def solve_factored(lower: Tensor, rhs: Tensor) -> Tensor:
     """x with L L^T x = rhs, (b, m)."""
-    if lower.is_cuda and lower.dim() == 3:
-        # cholesky_solve allocates memory there that a CUDA graph cannot record
+    # cholesky_solve copies L, and for blocks allocates memory on a GPU that a CUDA graph cannot record
+    if lower.dim() == 3 if lower.is_cuda else lower.shape[-1] > _SMALL:
         half = torch.linalg.solve_triangular(lower, rhs.unsqueeze(-1), upper=False)
         return torch.linalg.solve_triangular(lower.mT, half, upper=True).squeeze(-1)
     return torch.cholesky_solve(rhs.unsqueeze(-1), lower).squeeze(-1)
@@ -193,10 +193,7 @@ def solve_in_sample_space(
     inside, others = head.split_with_sizes([m, gradient_rows], -1) if gradient_rows else (head, head)
     matrix = plus_diagonal(inside, shift)
     constant, outside = e is None and gradient_rows > 0, ones(gradient_rows, gram.dtype, gram.device)
-    if e is None:
-        e = ones(m, gram.dtype, gram.device)
-    elif e.dtype != gram.dtype:
-        e = e.to(gram.dtype)
+    e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     if gradient_rows and gram.dim() == 2 and not isinstance(shift, Tensor):  # the same in one operation
         rhs = torch.addmv(e, others, outside, beta=shift, alpha=-1)
     else:

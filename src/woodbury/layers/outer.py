@@ -62,13 +62,11 @@ class Layout:
             pieces.append((n, k))
         return layout_of(tuple(pieces))
 
-    def head(self, row_count: int) -> Layout:
-        """The layout of the first rows, of whole samples."""
-        return _head_of(self.pieces, row_count)
-
-    def of_rows(self, samples: Tensor) -> Tensor:
-        """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
-        return samples if self.is_plain else samples.index_select(0, _sample_of_row(self.pieces, samples.device))
+    def of_rows(self, samples: Tensor, axis: int = 0) -> Tensor:
+        """(n, ...) -> (r, ...) along an axis: the entry of the sample each row belongs to."""
+        if self.is_plain:
+            return samples
+        return samples.index_select(axis, _sample_of_row(self.pieces, samples.device))
 
     @cached_property
     def _windows(self) -> list[slice]:
@@ -101,10 +99,6 @@ class Layout:
                 parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def of_columns(self, samples: Tensor) -> Tensor:
-        """(..., n) -> (..., r)."""
-        return samples if self.is_plain else samples.index_select(1, _sample_of_row(self.pieces, samples.device))
-
 
 @lru_cache(LIMIT)
 def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
@@ -113,8 +107,8 @@ def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
 
 
 @lru_cache(LIMIT)
-def _head_of(pieces: tuple[tuple[int, int], ...], row_count: int) -> Layout:
-    """The layout of the first rows of these pieces."""
+def _layout_of_head(pieces: tuple[tuple[int, int], ...], row_count: int) -> Layout:
+    """The layout of the first rows of these pieces, of whole samples."""
     head: list[tuple[int, int]] = []
     for n, k in pieces:
         if row_count > 0:
@@ -159,7 +153,7 @@ class OuterRows(WeightRows):
     def _times_inputs(self, other: OuterRows, inner: Tensor, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         """h . h' times `inner` of the samples, (r, r')."""
         outer, k = product(self.grads, other.grads, dtype), self.layout.width
-        spread = other.layout.of_columns(inner)
+        spread = other.layout.of_rows(inner, axis=1)
         if k == 0:
             spread = self.layout.of_rows(spread)
             return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)
@@ -204,7 +198,7 @@ class OuterRows(WeightRows):
     def head(self, row_count: int) -> OuterRows:
         if row_count == len(self.grads):
             return self
-        layout = self.layout.head(row_count)
+        layout = _layout_of_head(self.layout.pieces, row_count)
         return replace(self, inputs=self.inputs[: layout.samples], grads=self.grads[:row_count], layout=layout)
 
     def only_rows(self) -> OuterRows:
@@ -232,7 +226,8 @@ class OuterRows(WeightRows):
     def affine_sizes(self, row_count: int) -> tuple[int, int, int, int] | None:
         if not self.affine or self.weight is None:
             return None
-        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, self.layout.head(row_count).samples
+        head = _layout_of_head(self.layout.pieces, row_count)
+        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, head.samples
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         return self._weighted_sum(coefficients).dense()

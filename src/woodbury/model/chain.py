@@ -40,14 +40,8 @@ class Activation(NamedTuple):
 
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    nn.Sigmoid: Activation(
-        lambda module, z: torch.sigmoid(z),
-        lambda module, z, v, h: aten.sigmoid_backward.default(h, v),
-    ),
-    nn.Tanh: Activation(
-        lambda module, z: torch.tanh(z),
-        lambda module, z, v, h: aten.tanh_backward.default(h, v),
-    ),
+    nn.Sigmoid: Activation(nn.Sigmoid.forward, lambda module, z, v, h: aten.sigmoid_backward.default(h, v)),
+    nn.Tanh: Activation(nn.Tanh.forward, lambda module, z, v, h: aten.tanh_backward.default(h, v)),
     nn.ReLU: Activation(
         lambda module, z: torch.relu(z),
         lambda module, z, v, h: aten.threshold_backward.default(h, v, 0),

@@ -353,7 +353,7 @@ class SecondOrder(torch.optim.Optimizer):
     # -- parts and copies -------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
-        return self._problems.plan(self._context())
+        return self._problems.structure.read(self.model, self.param_groups)
 
     def _new_group(self) -> Group:
         group = find_group(self.process_group, self._called)

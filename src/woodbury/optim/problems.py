@@ -105,14 +105,11 @@ class Problems:
             if request.held_out is not None:
                 _check_held_out(context.settings, request.held_out)
             self._sample_axes = _batch.sample_axes(request.inputs, samples, self._sample_axes)
-            plan, batch = self.plan(context), self._choose(context, request, samples)
+            plan = self.structure.read(context.model, context.groups)
+            batch = self._choose(context, request, samples)
             context.state["damping"] = to_device(context.state["damping"], context.device)
             problem, hyper = self.problem(context, plan, batch, request)
         return (problem if borrowed is None else count_nothing(problem)), hyper
-
-    def plan(self, context: Context) -> Plan:
-        """The layers to train, made anew whenever something about the model has changed."""
-        return self.structure.read(context.model, context.groups)
 
     def problem(
         self,

@@ -61,7 +61,7 @@ class Step:
             policy.judge(proposal, objective, self.context.state)
         if proposal.warnings:
             self.doubts.warn_of(proposal.warnings)
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             return self._move(proposal, done)
 
     def direction(self) -> Parts:
