@@ -157,12 +157,12 @@ def _add_factored(
 ) -> None:
     """theta <- theta + rate Hbar^T V where `holds`, None for true."""
     layer, total = part
-    contracted = total.contracted
-    inputs = total.inputs if holds is None else scaled_if(holds, total.inputs)
+    contracted, inputs = total.contracted, total.inputs
+    if holds is not None:
+        inputs = scaled_if(holds, inputs)
     last_rate, change = None, contracted.t()
-    for local in (total.weight, total.bias):
-        name = None if local is None else layer.parameters[local]
-        if name is None or name not in parameters:
+    for local, name in layer.parameters.items():
+        if name not in parameters or local not in (total.weight, total.bias):
             continue
         rate = rates[name]
         # alpha= takes plain numbers only; a rate that is a tensor must round in the same way
