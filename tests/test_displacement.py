@@ -23,7 +23,7 @@ def setting(name):
 @pytest.mark.parametrize("base", [False, True])
 @pytest.mark.parametrize("captured", [False, True])
 def test_trial_pass_equals_the_model_at_theta_plus_p(name, base, captured):
-    """z(v) - (v V^T + 1) Hbar, and theta bit-identical afterwards."""
+    """z(v) + (v V^T + 1) Hbar, and theta bit-identical afterwards."""
     problem, plan, held, rows = setting(name)
     parameters = plan.parameters
     c = torch.randn(rows.row_count, dtype=torch.float64)

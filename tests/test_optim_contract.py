@@ -15,6 +15,7 @@ from itertools import combinations
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import bounds
@@ -906,3 +907,26 @@ def test_autocast_runs_the_model_in_bfloat16_and_solves_in_float32(kind, name):
     for _ in range(5):
         assert gentle.step(problem.inputs, problem.targets).accepted
     assert problem.loss(problem.model(problem.inputs), problem.targets) < before
+
+
+@pytest.mark.parametrize("kind", SECOND_ORDER)
+def test_hooks_of_torch_and_its_profiler_see_the_steps_that_they_are_there_for(kind):
+    problem = problems.make("softmax")
+    optimizer = OPTIMIZERS[kind](problem.model, problem.loss)
+    seen = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("own, before")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("all, before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("own, after")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("all, after")),
+    ]
+    for handle in handles:  # each alone
+        optimizer.step(problem.inputs, problem.targets)
+        handle.remove()
+    optimizer.step(problem.inputs, problem.targets)
+    kinds = ["own, before", "all, before", "own, after", "all, after"]
+    assert sorted(seen) == sorted(name for index, name in enumerate(kinds) for _ in range(index + 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step(problem.inputs, problem.targets)
+    name = f"Optimizer.step#{type(optimizer).__name__}.step"
+    assert name in [event.key for event in profile.key_averages()]

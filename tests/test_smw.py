@@ -168,7 +168,7 @@ def test_user_layer_may_return_outer_rows_without_being_a_plain_linear_layer(kin
 
 
 def test_small_system_gives_p_and_u_p_of_the_dense_problem():
-    """U p = lambda a - e, and p = p0 - Z^T c minimises the damped model around p0."""
+    """U p = lambda a - e, and p = p0 + Z^T c minimises the damped model around p0."""
     n1, n2, k, size, damping = 6, 4, 3, 40, 0.07
     m = n2 * k
     Z = torch.randn(m + n1 - n2, size, dtype=torch.float64)
@@ -181,11 +181,11 @@ def test_small_system_gives_p_and_u_p_of_the_dense_problem():
     gram, projected = (Z @ Z.T).unsqueeze(0), (Z[:m] @ p0).unsqueeze(0)
     found = solve_in_sample_space(gram, m, n2, n1, e, projected, damping, solve)
     c, curvature = found.coefficients, found.curvature
-    p = p0 - Z.T @ c[0]
+    p = p0 + Z.T @ c[0]
     expected = torch.linalg.solve(U.T @ U + damping * torch.eye(size).double(), damping * p0 - g)
     bound = bounds.of_solve(U.T @ U, damping)
     assert reference.relative_error(p, expected) <= bound
-    a, scaled = n2**0.5 * c[0, :m], n2**0.5 / n1 * e
+    a, scaled = -(n2**0.5) * c[0, :m], n2**0.5 / n1 * e
     bound *= float(scaled.norm() / (U @ p).norm())  # lambda a - e cancels
     assert reference.relative_error(damping * a - scaled, U @ p) <= bound
     assert float(curvature) == pytest.approx(float((U @ p).square().sum()), rel=2 * bound)

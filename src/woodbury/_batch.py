@@ -237,7 +237,7 @@ def join(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
     return pytree.tree_unflatten(joined, structure)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Batch:
     """A checked batch whose first `curvature` samples are S2."""
 

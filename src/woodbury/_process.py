@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from threading import Event, RLock, current_thread, get_ident, main_thread
 from types import FrameType
 from typing import Any
 
-from torch import nn
 from torch.nn.modules import module as modules
 
 
@@ -70,28 +70,18 @@ def leave_all() -> None:
         context.repair()
 
 
-def has_hook(module: nn.Module) -> bool:
-    """Whether hooks on this module run when it is called, or when gradients go back through it."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+# the hooks that run when a module is called, or when gradients go back through it, by kind
+hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _has_global_hook() -> bool:
-    return any(
-        (
-            modules._global_backward_pre_hooks,
-            modules._global_backward_hooks,
-            modules._global_forward_pre_hooks,
-            modules._global_forward_hooks,
-            modules._global_forward_hooks_always_called,
-            modules._global_forward_hooks_with_kwargs,
-        )
-    )
+_global_hooks_of = attrgetter(
+    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+)
 
 
-# Whether hooks on all modules of the process are registered; torch has its own function for it from 2.8 on.
-has_global_hook = getattr(modules, "_has_any_global_hook", _has_global_hook)
+def has_global_hook() -> bool:
+    """Whether hooks on all modules of the process are registered."""
+    return any(_global_hooks_of(modules))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def new_state(seed: int | None) -> Tensor:
 
 def _in_state(generator: torch.Generator, state: Tensor) -> torch.Generator:
     """A CPU generator in this state, which may have been moved to another device with the rest of a checkpoint."""
-    generator.set_state(state.cpu())
+    generator.set_state(state if state.is_cpu else state.cpu())
     return generator
 
 

@@ -71,11 +71,11 @@ class GaussNewtonMatrix(Curvature):
         return factor
 
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
-        own = (outputs, targets) if m == len(outputs) else (outputs[:m], targets[:m])
+        own = (outputs, targets) if m == outputs.shape[0] else (outputs[:m], targets[:m])
         factor = self.factor(rule, loss, *own)
         assert factor.e is not None
         columns = [factor.columns()]
-        if m < len(outputs):
+        if m < outputs.shape[0]:
             columns.append(rule.residual(loss, outputs[m:], targets[m:]))
         return Seeds(columns, factor.e.flatten(), factor.rest, factor.unit)
 

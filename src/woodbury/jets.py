@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from woodbury._process import has_global_hook, has_hook
+from woodbury._process import has_global_hook, hooks_of
 from woodbury.taylor import FORMULAS, taylor_coefficients
 
 Parts = list[Any]  # coefficients by degree, from 1 on: tensors (n, m_k, ...), None where all are zero
@@ -380,7 +380,7 @@ def _is_plain(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         raise HiddenError("torch's forward mode sees nothing inside torch.jit: pass the module as it was written")
     compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-    return not (compiled or has_hook(module) or has_global_hook())
+    return not (compiled or any(hooks_of(module)) or has_global_hook())
 
 
 def run_layer(module: nn.Module, forward: Function, *args: Any, **kwargs: Any) -> Any:

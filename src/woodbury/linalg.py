@@ -45,8 +45,8 @@ def reciprocal_condition(lower: Tensor) -> float:
 
 def solve_factored(lower: Tensor, rhs: Tensor) -> Tensor:
     """x with L L^T x = rhs, (b, m)."""
-    if lower.is_cuda and lower.dim() == 3:
-        # cholesky_solve allocates memory there that a CUDA graph cannot record
+    # cholesky_solve copies L, and for blocks allocates memory on a GPU that a CUDA graph cannot record
+    if lower.dim() == 3 if lower.is_cuda else lower.shape[-1] > _SMALL:
         half = torch.linalg.solve_triangular(lower, rhs.unsqueeze(-1), upper=False)
         return torch.linalg.solve_triangular(lower.mT, half, upper=True).squeeze(-1)
     return torch.cholesky_solve(rhs.unsqueeze(-1), lower).squeeze(-1)
@@ -157,7 +157,7 @@ def _supports(count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SampleSpaceStep(NamedTuple):
-    """The coefficients of p = p0 - Z^T c, with p^T B p for the quadratic model."""
+    """The coefficients of p = p0 + Z^T c, with p^T B p for the quadratic model."""
 
     coefficients: Tensor  # c (b, r)
     curvature: Scalar  # p^T B p = |U p|^2
@@ -174,11 +174,11 @@ def solve_in_sample_space(
     damping: Scalar,
     solve: Callable[[Tensor, Tensor], Solution],
 ) -> SampleSpaceStep:
-    """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
+    """Coefficients c of p = p0 + Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
     gram is (b, r, r), or its first m = curvature_rows rows (b, m, r); e is (m,), None for ones; projected_base is
     Z p0 on the factor rows, (b, m), or None; solve(matrix, rhs) solves the small system. With D the divisor, M the
-    term_count (N2 and N1 for a mean over samples), U = Z[:m] / sqrt(D) and x = M lambda c = M lambda a / sqrt(D),
+    term_count (N2 and N1 for a mean over samples), U = Z[:m] / sqrt(D) and x = -M lambda c = M lambda a / sqrt(D),
     the system of `woodbury.optim.sample_space` times M D lambda is
 
         (Z Z^T + D lambda I) x = D lambda e + M lambda Z p0 - M Z g_rest
@@ -188,7 +188,7 @@ def solve_in_sample_space(
     """
     m, gradient_rows = curvature_rows, gram.shape[-1] - curvature_rows
     # damping is computed by the same kernel, for the predicted decrease
-    shift, length, _ = compute(damping * divisor, damping * term_count, damping)
+    shift, length, _ = compute(damping * divisor, damping * -term_count, damping)
     head = gram if gram.shape[-2] == m else gram.narrow(-2, 0, m)
     inside, others = head.split_with_sizes([m, gradient_rows], -1) if gradient_rows else (head, head)
     matrix = plus_diagonal(inside, shift)
@@ -201,7 +201,7 @@ def solve_in_sample_space(
         if gradient_rows:
             rhs = rhs - others.sum(-1)
     if projected_base is not None:
-        rhs = rhs + projected_base * length
+        rhs = rhs - projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
     curvature = sum_of_squares(e - x) * (divisor / (term_count * term_count))

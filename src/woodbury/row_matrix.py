@@ -86,8 +86,9 @@ class Rows:
         with full_precision():
             for name, form in self.forms.items():
                 if name in other.forms:
-                    mine, theirs = paired(form, other.forms[name])
-                    total = mine.gram(theirs, self._scales_of(name, scales), dtype, total)
+                    mine, theirs = (form, form) if other is self else paired(form, other.forms[name])
+                    own = None if scales is None else self._scales_of(name, scales)
+                    total = mine.gram(theirs, own, dtype, total)
         if total is None:
             return self.new_zeros(self.row_count, other.row_count, dtype=dtype)
         scale = self.scale * other.scale

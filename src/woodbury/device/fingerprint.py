@@ -39,7 +39,7 @@ class Same:
 
 def of_model(model: nn.Module) -> Hashable:
     """Everything about a model and its modules that decides what it computes."""
-    return bool(has_global_hook()), *map(_of_module, model.modules())
+    return has_global_hook(), *map(_of_module, model.modules())
 
 
 def of_function(function: Any, depth: int = 1) -> Hashable:

@@ -131,7 +131,7 @@ class RowForm(ABC):
         )
 
     def factored_sum(self, coefficients: Tensor) -> OuterSum | None:
-        """U^T c for coefficients (r,), if the outputs of the layer at theta - U^T c follow from its factors."""
+        """U^T c for coefficients (r,), if the outputs of the layer at theta + U^T c follow from its factors."""
         return None
 
     def affine_sizes(self, row_count: int) -> tuple[int, int, int, int] | None:
@@ -348,7 +348,8 @@ def shifted_product(a: Tensor, b: Tensor, bias: bool, dtype: torch.dtype | None 
 _FUSED = 2**17  # outputs from which a GPU is faster with b added within the product
 # With the Arm Compute Library torch takes 70 us to begin a product v W^T of more than 8 rows and columns, and none
 # for v A: where both have fewer numbers than this, W^T is copied.
-_COPIED = 2**16 if getattr(torch.backends.mkldnn, "is_acl_available", bool)() else 0
+_WITH_ARM_LIBRARY = getattr(torch.backends.mkldnn, "is_acl_available", bool)()
+_COPIED = 2**16 if _WITH_ARM_LIBRARY else 0
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -376,7 +377,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None and dtype != a.dtype:
         a = a.to(dtype)
         b = a if same else b.to(dtype)
-    if same and _strips(a) > 1:
+    if same and a.shape[0] >= _HALVED_ON_CPU and _strips(a) > 1:
         return add_own_product(a.new_empty(a.shape[0], a.shape[0]), a, beta=0)
     return linear(a, b, None)
 
@@ -395,9 +396,9 @@ def add_own_product(product: Tensor, a: Tensor, beta: int = 1) -> Tensor:
         return product.addmm_(a, a.t(), beta=beta)
     for rows in windows(a.shape[0], -(-a.shape[0] // strips)):
         strip, left, right = product[rows, : rows.stop], a[rows], a[: rows.stop]
-        if a.is_cuda:
+        if a.is_cuda or not _WITH_ARM_LIBRARY:
             strip.addmm_(left, right.t(), beta=beta)
-        else:  # in memory of its own: on ARM a product into part of a matrix takes half as long again
+        else:  # in memory of its own: there a product into part of a matrix takes half as long again
             own = F.linear(left, right)
             strip.copy_(strip + own if beta else own)
         if rows.start:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -61,53 +62,59 @@ class Layout:
             pieces.append((n, k))
         return layout_of(tuple(pieces))
 
-    def head(self, row_count: int) -> Layout:
-        """The layout of the first rows, of whole samples."""
-        pieces: list[tuple[int, int]] = []
-        for n, k in self.pieces:
-            if row_count > 0:
-                pieces.append((min(n, row_count // k), k))
-            row_count -= n * k
-        return layout_of(tuple(pieces))
+    def of_rows(self, samples: Tensor, axis: int = 0) -> Tensor:
+        """(n, ...) -> (r, ...) along an axis: the entry of the sample each row belongs to."""
+        if self.is_plain:
+            return samples
+        return samples.index_select(axis, _sample_of_row(self.pieces, samples.device))
 
-    def of_rows(self, samples: Tensor) -> Tensor:
-        """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
-        return samples if self.is_plain else samples.index_select(0, _sample_of_row(self.pieces, samples.device))
+    @cached_property
+    def _windows(self) -> list[slice]:
+        """Where the rows of each piece are."""
+        return [slice(*own) for own in pairwise([0, *accumulate(n * k for n, k in self.pieces)])]
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """(r, ...) -> (n, k, ...) of each piece."""
-        if len(self.pieces) == 1:
-            return [rows.view(*self.pieces[0], *rows.shape[1:])]
-        parts, row = [], 0
-        for n, k in self.pieces:
-            parts.append(rows[row : row + n * k].view(n, k, *rows.shape[1:]))  # faster than unflatten
-            row += n * k
-        return parts
+        """(r, ...) -> the rows of each piece."""
+        return [rows] if len(self.pieces) == 1 else [rows[window] for window in self._windows]
 
     def multiply_(self, rows: Tensor, samples: Tensor) -> None:
         """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
         sizes = [n for n, _ in self.pieces]
-        pieces = [samples] if len(sizes) == 1 else samples.split(sizes)
-        for own, multipliers in zip(self.split(rows), pieces, strict=True):
-            own.mul_(multipliers.unsqueeze(1))
+        multipliers = (samples,) if len(sizes) == 1 else samples.split_with_sizes(sizes)
+        for (n, k), own, by in zip(self.pieces, self.split(rows), multipliers, strict=True):
+            if k == 1:
+                own.mul_(by)
+            else:
+                own.view(n, k, -1).mul_(by.unsqueeze(1))
 
     def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
         """sum over the rows of each sample of c h, (n, o), for c (r,) and rows h (r, o)."""
         if self.is_plain:
             return coefficients.unsqueeze(1) * rows
-        pairs = zip(self.split(coefficients), self.split(rows), strict=True)
-        parts = [c * h[:, 0] if c.shape[1] == 1 else torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs]
+        parts = []
+        for (n, k), c, h in zip(self.pieces, self.split(coefficients), self.split(rows), strict=True):
+            if k == 1:
+                parts.append(c.unsqueeze(1) * h)
+            else:
+                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def of_columns(self, samples: Tensor) -> Tensor:
-        """(..., n) -> (..., r)."""
-        return samples if self.is_plain else samples.index_select(1, _sample_of_row(self.pieces, samples.device))
 
 
 @lru_cache(LIMIT)
 def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
     """The layout of these pieces, cached."""
     return Layout(pieces)
+
+
+@lru_cache(LIMIT)
+def _layout_of_head(pieces: tuple[tuple[int, int], ...], row_count: int) -> Layout:
+    """The layout of the first rows of these pieces, of whole samples."""
+    head: list[tuple[int, int]] = []
+    for n, k in pieces:
+        if row_count > 0:
+            head.append((min(n, row_count // k), k))
+        row_count -= n * k
+    return layout_of(tuple(head))
 
 
 @constant_tensor  # a few kilobytes per batch size
@@ -146,7 +153,7 @@ class OuterRows(WeightRows):
     def _times_inputs(self, other: OuterRows, inner: Tensor, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         """h . h' times `inner` of the samples, (r, r')."""
         outer, k = product(self.grads, other.grads, dtype), self.layout.width
-        spread = other.layout.of_columns(inner)
+        spread = other.layout.of_rows(inner, axis=1)
         if k == 0:
             spread = self.layout.of_rows(spread)
             return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)
@@ -191,7 +198,7 @@ class OuterRows(WeightRows):
     def head(self, row_count: int) -> OuterRows:
         if row_count == len(self.grads):
             return self
-        layout = self.layout.head(row_count)
+        layout = _layout_of_head(self.layout.pieces, row_count)
         return replace(self, inputs=self.inputs[: layout.samples], grads=self.grads[:row_count], layout=layout)
 
     def only_rows(self) -> OuterRows:
@@ -219,7 +226,8 @@ class OuterRows(WeightRows):
     def affine_sizes(self, row_count: int) -> tuple[int, int, int, int] | None:
         if not self.affine or self.weight is None:
             return None
-        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, self.layout.head(row_count).samples
+        head = _layout_of_head(self.layout.pieces, row_count)
+        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, head.samples
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         return self._weighted_sum(coefficients).dense()

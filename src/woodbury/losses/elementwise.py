@@ -98,7 +98,9 @@ class Logistic(StructuredRule):
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
-        variance = outputs.sigmoid() * outputs.neg().sigmoid() * share_of_output(loss, outputs)
+        variance, share = outputs.sigmoid() * outputs.neg().sigmoid(), share_of_output(loss, outputs)
+        if share != 1.0:
+            variance = variance * share
         weight, pos_weight = _weights(loss, outputs, targets)
         if pos_weight is not None:
             variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))

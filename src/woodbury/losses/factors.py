@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Factor(ABC):
     """S of n samples with m outputs and k columns each, and e (n, k) with S_i e_i = r_i, None if not known.
 
@@ -38,7 +38,7 @@ class Factor(ABC):
         """S_i^T y_i, (n, k), for outputs (n, m)."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DenseFactor(Factor):
     """S written out."""
 
@@ -54,14 +54,14 @@ class DenseFactor(Factor):
         return torch.bmm(self.matrix, outputs.unsqueeze(2)).squeeze(2)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DiagonalFactor(Factor):
     """S = diag(root), for losses that are sums over single outputs."""
 
     root: Tensor  # (n, m)
 
     def columns(self) -> Tensor:
-        return torch.diag_embed(self.root)
+        return self.root.unsqueeze(2) if self.root.shape[1] == 1 else torch.diag_embed(self.root)
 
     def matvec(self, coefficients: Tensor) -> Tensor:
         return self.root * coefficients
@@ -70,7 +70,7 @@ class DiagonalFactor(Factor):
         return self.root * outputs
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SoftmaxFactor(Factor):
     """At each position S = (E + common 1^T) diag(root), E the unit vectors of all classes but one as columns."""
 

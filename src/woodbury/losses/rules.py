@@ -89,7 +89,8 @@ class LossRule(ABC):
                 f"{type(loss).__name__}: targets of shape {tuple(targets.shape)} do not fit outputs of shape "
                 f"{tuple(outputs.shape)}: they must be equal{instead}"
             )
-        return targets.reshape(targets.shape[0], -1).to(outputs.dtype)
+        flat = targets if targets.dim() == 2 else targets.reshape(targets.shape[0], -1)
+        return flat if flat.dtype == outputs.dtype else flat.to(outputs.dtype)
 
     def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
         """M, what the mean divides by: f = sum_i l(y_i, t_i) / M. The number of samples by default."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._process import has_global_hook, has_hook
+from woodbury._process import has_global_hook, hooks_of
 from woodbury._vector import Parts
 from woodbury.layers.forms import OuterSum, linear
 from woodbury.layers.outer import OuterRows, layout_of
@@ -40,14 +40,8 @@ class Activation(NamedTuple):
 
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    nn.Sigmoid: Activation(
-        lambda module, z: torch.sigmoid(z),
-        lambda module, z, v, h: aten.sigmoid_backward.default(h, v),
-    ),
-    nn.Tanh: Activation(
-        lambda module, z: torch.tanh(z),
-        lambda module, z, v, h: aten.tanh_backward.default(h, v),
-    ),
+    nn.Sigmoid: Activation(nn.Sigmoid.forward, lambda module, z, v, h: aten.sigmoid_backward.default(h, v)),
+    nn.Tanh: Activation(nn.Tanh.forward, lambda module, z, v, h: aten.tanh_backward.default(h, v)),
     nn.ReLU: Activation(
         lambda module, z: torch.relu(z),
         lambda module, z, v, h: aten.threshold_backward.default(h, v, 0),
@@ -98,7 +92,7 @@ def chain_rows(
     activations between layers, and to one after the last layer if there is one.
     """
     samples = layer_inputs[0].shape[0]
-    layout = layout_of(tuple((c.shape[0], c.shape[1] if c.dim() == 3 else 1) for c in segments))
+    layout = layout_of(tuple([(c.shape[0], c.shape[1] if c.dim() == 3 else 1) for c in segments]))
     flat = [columns.flatten(0, 1) if columns.dim() == 3 else columns for columns in segments]
     grads = [flat[0] if len(flat) == 1 else torch.cat(flat)]
     is_plain = layout.samples == samples and layout.is_plain
@@ -106,7 +100,8 @@ def chain_rows(
     def apply(back: Back, own: Tensor) -> Tensor:
         if is_plain:
             return back(own)
-        layout.multiply_(own, back(own.new_ones(samples, own.shape[1]))[: layout.samples])
+        slopes = back(own.new_ones(samples, own.shape[1]))
+        layout.multiply_(own, slopes if layout.samples == samples else slopes[: layout.samples])
         return own
 
     if len(backs) == len(weights):
@@ -154,7 +149,7 @@ class Chain:
         for module in self.modules:
             kind = type(module)
             # a forward of its own, or one replaced for the whole class
-            if has_hook(module) or "forward" in module.__dict__ or kind.forward is not _FORWARDS.get(kind):
+            if any(hooks_of(module)) or "forward" in module.__dict__ or kind.forward is not _FORWARDS.get(kind):
                 return False
         return True
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from woodbury._vector import Space
@@ -40,16 +40,6 @@ ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool, Any]
 def _is_distributed(kind: type) -> bool:
     """Whether it is a class, or derives from one, of DataParallel, DistributedDataParallel, FSDP or DTensor."""
     return any(base.__module__.startswith(("torch.distributed.", "torch.nn.parallel.")) for base in kind.__mro__)
-
-
-def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether it is trainable, of this type, and without hooks on its gradient."""
-    return (
-        parameter.requires_grad
-        and parameter.dtype is dtype
-        and not parameter._backward_hooks
-        and not parameter._post_accumulate_grad_hooks
-    )
 
 
 # modules that in eval mode may give other numbers where no gradient is asked for
@@ -163,14 +153,16 @@ class Plan:
             own = module._parameters
             if local not in own or own[local] is not parameter:  # a scripted module has no `get`
                 return False
-        for parameter in self.parameters.values():
-            if not is_plain(parameter, self.dtype):
+            if not parameter.requires_grad or parameter.dtype is not self.dtype:
+                return False
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return False
         for layer in self.layers:
             if "forward" in layer.module.__dict__:
                 return False
-        complaints = (_module_complaint(module, self.names) for module in self._watched)
-        return not any(parameter.requires_grad for parameter in self.frozen) and not any(complaints)
+        if self.frozen and any(parameter.requires_grad for parameter in self.frozen):
+            return False
+        return not self._watched or not any(_module_complaint(own, self.names) for own in self._watched)
 
 
 def _no_rule(parameter: str, path: str, module: nn.Module) -> str:

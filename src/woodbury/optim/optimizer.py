@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _profiler_enabled
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from woodbury import _random
 from woodbury._batch import Batch
@@ -245,6 +248,20 @@ class SecondOrder(torch.optim.Optimizer):
 
     # -- one step ---------------------------------------------------------------------------------------
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's wrapper of `step`, where there are hooks or a profiler: it takes as long as ten operations."""
+        wrapped = torch.optim.Optimizer.profile_hook_step(func)
+
+        @wraps(func)
+        def step(self: SecondOrder, *args: Any, **options: Any) -> Any:
+            own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
+                return wrapped(self, *args, **options)
+            return func(self, *args, **options)
+
+        return step
+
     def _context(self, settings: Settings | None = None) -> Context:
         """What a step is taken with, and the part of the state that posing a problem changes."""
         transaction = Transaction(self.state, ("generator", "largest_batch"))
@@ -254,8 +271,9 @@ class SecondOrder(torch.optim.Optimizer):
     def _step(self, context: Context, request: Request) -> StepInfo:
         transaction = context.transaction
         try:
-            alone = context.device.type == "cuda" and self._problems.group.size == 1
-            recordings = self._recordings if alone else None
+            recordings = self._recordings
+            if recordings is not None and (context.device.type != "cuda" or self._problems.group.size > 1):
+                recordings = None
             plain = request.subset is None and request.full is None
             if recordings is not None and plain and context.settings.is_recordable:
                 info = self._replayed(recordings, context, request)
@@ -335,7 +353,7 @@ class SecondOrder(torch.optim.Optimizer):
     # -- parts and copies -------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
-        return self._problems.plan(self._context())
+        return self._problems.structure.read(self.model, self.param_groups)
 
     def _new_group(self) -> Group:
         group = find_group(self.process_group, self._called)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import is_not
 from typing import Any
 
 import torch
@@ -93,9 +92,11 @@ class Problems:
 
         A process without a sample borrows one of another, and counts it 0 times.
         """
-        common = partial(describe, context.common, context.groups)
-        given = request.inputs, request.targets
-        borrowed = borrow_sample(self.group, given, context.device, context.state, common)
+        borrowed = None
+        if self.group.size > 1:
+            common = partial(describe, context.common, context.groups)
+            given = request.inputs, request.targets
+            borrowed = borrow_sample(self.group, given, context.device, context.state, common)
         if borrowed is not None:
             request = replace(request, inputs=borrowed[0], targets=borrowed[1], subset=None)
         with self.group.together():
@@ -104,14 +105,11 @@ class Problems:
             if request.held_out is not None:
                 _check_held_out(context.settings, request.held_out)
             self._sample_axes = _batch.sample_axes(request.inputs, samples, self._sample_axes)
-            plan, batch = self.plan(context), self._choose(context, request, samples)
+            plan = self.structure.read(context.model, context.groups)
+            batch = self._choose(context, request, samples)
             context.state["damping"] = to_device(context.state["damping"], context.device)
             problem, hyper = self.problem(context, plan, batch, request)
         return (problem if borrowed is None else count_nothing(problem)), hyper
-
-    def plan(self, context: Context) -> Plan:
-        """The layers to train, made anew whenever something about the model has changed."""
-        return self.structure.read(context.model, context.groups)
 
     def problem(
         self,
@@ -198,18 +196,17 @@ class Problems:
     def _read_rule(self, loss: nn.Module) -> None:
         """Read the rule of the loss again if an option of the loss, or the loss itself, has changed."""
         attributes = vars(loss)
-        buffers = [buffer for buffer in attributes["_buffers"].values() if buffer is not None]
-        versions = [buffer._version for buffer in buffers]
+        buffers = dict(attributes["_buffers"])
+        versions = [(id(own), own._version) for own in buffers.values() if own is not None]
         if self._options is not None:
-            before, known, tensors, numbers = self._options
+            before, known, _, numbers = self._options
             try:  # values that are the same object are not compared
-                same = before is loss and known == attributes and versions == numbers
+                if before is loss and known == attributes and versions == numbers:
+                    return
             except RuntimeError:  # an attribute is another tensor than before
-                same = False
-            if same and not any(map(is_not, buffers, tensors)):
-                return
+                pass
         self.rule = loss_rule(loss)
-        self._options = loss, dict(attributes), buffers, versions
+        self._options = loss, dict(attributes), buffers, versions  # tensors that are held keep their ids
 
     def _check_room(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""

@@ -27,7 +27,7 @@ class RecordedStep:
         problems.check_surroundings(context)
         self.context, self._problems, self._take = context, problems, take
         self._inputs, self._targets, self._device = request.inputs, request.targets, context.device
-        self._plan = problems.plan(context)
+        self._plan = problems.structure.read(context.model, context.groups)
         self._rates = [group["lr"] for group in context.groups]
         self._moving = moving_state(context.state, self._device)
         self._samples = count_samples(self._inputs, self._targets)

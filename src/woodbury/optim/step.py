@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +35,6 @@ _SHOWN = attrgetter(*Numbers._fields)
 _WORTH_WRITING = 2**14  # parameters of a layer whose rows, kept and used again, are better written out
 
 
-class Posed(NamedTuple):
-    """The quadratic model of a problem, f, and what the state gains by making them."""
-
-    quadratic: AnyQuadratic
-    objective: Objective
-    gains: dict[str, Any]
-
-
 @dataclass(eq=False)
 class Step:
     """The step of one problem, with the settings of its groups."""
@@ -59,8 +51,9 @@ class Step:
             proposal, policy, objective = self._propose()
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
             policy.judge(proposal, objective, self.context.state)
-        self.doubts.warn_of(proposal.warnings)
-        with torch.no_grad():
+        if proposal.warnings:
+            self.doubts.warn_of(proposal.warnings)
+        with torch.set_grad_enabled(False):
             return self._move(proposal, done)
 
     def direction(self) -> Parts:
@@ -77,7 +70,7 @@ class Step:
         random = _random.snapshot(self.context.device)
         with _random.replayed(random), self._derivatives(twice=True):
             try:
-                quadratic = self._pose().quadratic
+                quadratic, _, _ = self._pose()
                 damped, found = self._policy().solve(quadratic, self.context.state)
             except BATCH_ERRORS as error:
                 name_bad_samples(problem, error)
@@ -108,19 +101,20 @@ class Step:
     def _propose(self) -> tuple[Proposal, Policy, Objective]:
         policy = self._policy()
         try:
-            posed = self._pose()
-            proposal = policy.propose(posed.quadratic, posed.objective, self.context.state)
+            quadratic, objective, gains = self._pose()
+            proposal = policy.propose(quadratic, objective, self.context.state)
         except BATCH_ERRORS as error:
             name_bad_samples(self.problem, error)
             raise
         except RuntimeError as error:
             explain_types(error, self.problem.batch.inputs, self.problem.plan.dtype)
             raise
-        proposal.gains |= posed.gains
-        return proposal, policy, posed.objective
+        proposal.gains |= gains
+        return proposal, policy, objective
 
-    def _pose(self) -> Posed:
-        """The quadratic model, with the rows of earlier batches and in the metric that are asked for."""
+    def _pose(self) -> tuple[AnyQuadratic, Objective, dict[str, Any]]:
+        """The quadratic model, with the rows of earlier batches and in the metric that are asked for; f; and what
+        the state gains by making them."""
         settings, state, plan = self.context.settings, self.context.state, self.problem.plan
         low = plan.dtype in (torch.float16, torch.bfloat16)
         if low and settings.gram_dtype is None and settings.solver.name in SOLVERS:
@@ -143,7 +137,7 @@ class Step:
             by_rows = not is_smaller(plan, settings.blocks, kept.rows + quadratic.curvature_rows)
             needs_gram = units is None and settings.blocks.name == "full" and by_rows
             quadratic, gains["kept"] = with_memory(quadratic, kept, settings.memory, needs_gram)
-        return Posed(quadratic if units is None else InMetric(quadratic, units), objective, gains)
+        return (quadratic if units is None else InMetric(quadratic, units)), objective, gains
 
     def _policy(self) -> Policy:
         settings, problem = self.context.settings, self.problem

@@ -1,8 +1,8 @@
 """The step p: evaluate the model at theta + p, and move there; formed only where needed.
 
-    p = p0 - Z^T c
+    p = p0 + Z^T c
 
-For a layer whose rows are outer products, -(Z^T c)_l = Hbar^T V with Hbar (n, o) and V (n, i): the forward
+For a layer whose rows are outer products, (Z^T c)_l = Hbar^T V with Hbar (n, o) and V (n, i): the forward
 pass at theta + p is z(v) + (v V^T + 1) Hbar, and the update is one in-place product. Where a layer gets the
 same input as before (the first layer), z and v V^T are known, and its weights are not read again.
 """
@@ -37,7 +37,7 @@ class _Factored(NamedTuple):
 
 
 class Displacement:
-    """p = -Z^T c for rows Z and coefficients c (r,), or (layers, r) to give each layer its own; or any p (`of`).
+    """p = Z^T c for rows Z and coefficients c (r,), or (layers, r) to give each layer its own; or any p (`of`).
 
     In layers whose rows are outer products it stays factored. With `form` p is formed, and the first layer is
     factored as well if v V^T is known: that is cheaper in the trial pass.
@@ -48,7 +48,7 @@ class Displacement:
         self._factored: list[_Factored] = []
         self._vector: Vector | None = None  # p, where all of it is formed
         self._formed: Parts = {}  # parameters whose p is formed
-        by_layer, coefficients = coefficients.dim() == 2, -coefficients
+        by_layer = coefficients.dim() == 2
         for index, (name, layer_rows) in enumerate(rows.forms.items()):
             c = coefficients[index] if by_layer else coefficients
             total = layer_rows.factored_sum(c)
@@ -110,7 +110,8 @@ class Displacement:
             holds = compute(accepted)[0].bool()
         elif not accepted:
             return
-        self._add_formed(parameters, rates, holds)
+        if self._formed:
+            self._add_formed(parameters, rates, holds)
         for part in self._only_factored():
             _add_factored(part, parameters, rates, holds)
 
@@ -156,12 +157,12 @@ def _add_factored(
 ) -> None:
     """theta <- theta + rate Hbar^T V where `holds`, None for true."""
     layer, total = part
-    contracted = total.contracted
-    inputs = total.inputs if holds is None else scaled_if(holds, total.inputs)
+    contracted, inputs = total.contracted, total.inputs
+    if holds is not None:
+        inputs = scaled_if(holds, inputs)
     last_rate, change = None, contracted.t()
-    for local in total.parameters:
-        name = layer.parameters[local]
-        if name not in parameters:
+    for local, name in layer.parameters.items():
+        if name not in parameters or local not in (total.weight, total.bias):
             continue
         rate = rates[name]
         # alpha= takes plain numbers only; a rate that is a tensor must round in the same way

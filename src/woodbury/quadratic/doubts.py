@@ -23,7 +23,7 @@ def doubt_of_condition(reciprocal_condition: float, dtype: torch.dtype) -> str |
 
 
 def doubt_of_cancellation(damped: Damped, found: Minimizer, tolerance: float = 0.0) -> str | None:
-    """Why p = p0 - Z^T c cannot be trusted where g is not made of rows: too little is left by the subtraction.
+    """Why p = p0 + Z^T c cannot be trusted where g is not made of rows: too little is left of the two.
 
     The error of p was measured at about 64 eps |p0| / |p|, and at 20 tolerance |p0| / |p| where the system is
     solved to a tolerance: this bound is 1 %.

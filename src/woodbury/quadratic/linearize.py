@@ -85,9 +85,11 @@ def _quadratic(problem: Problem) -> Quadratic:
             source = problem.curvature.factor(*at_outputs)
         gradient = None if from_loader else _outside_rows(problem, evaluated, source.rest, term_count)
         if isinstance(source, Seeds):
-            columns = [source.columns, *([passes.residual(y, piece.targets)] for piece, y in evaluated[1:])]
-            forms = [piece.capture.rows(segments) for piece, segments in zip(pieces, columns, strict=True)]
-            height = sum(math.prod(segment.shape[:-1]) for segments in columns for segment in segments)
+            forms, height = [], 0
+            for piece, y in evaluated:
+                segments = source.columns if piece is first else [passes.residual(y, piece.targets)]
+                forms.append(piece.capture.rows(segments))
+                height += sum([math.prod(segment.shape[:-1]) for segment in segments])
             rows, e = Rows(plan, concatenate_forms(forms), height), source.e
             curvature_rows = batch.curvature * math.prod(source.columns[0].shape[1:-1])
             head = take_apart(plan.model, forms[0]) if group.size > 1 else {}

@@ -43,7 +43,7 @@ class _InSampleSpace(Damped):
     """What the two ways to solve the small system share."""
 
     def coefficients(self, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution]) -> SampleSpaceStep:
-        """c of p = p0 - Z^T c."""
+        """c of p = p0 + Z^T c."""
         quadratic, projected = self.quadratic, None
         if self.base is not None:
             projected = quadratic.blocks.join(quadratic.all_rows.layer_matvec(self.base))
@@ -61,14 +61,14 @@ class _InSampleSpace(Damped):
         )
 
     def displacement(self, step: SampleSpaceStep, form: bool) -> Displacement:
-        """p0 - D Z^T c with D = lambda / (lambda + W); formed, unless both p0 and W are zero."""
+        """p0 + D Z^T c with D = lambda / (lambda + W); formed, unless both p0 and W are zero."""
         quadratic, rows = self.quadratic, self.quadratic.all_rows
         if self.base is None and not rows.joint:
             return Displacement(quadratic.plan, rows, step.coefficients, form)
         product = rows.rmatvec(step.coefficients)
         if quadratic.decay is not None:
             product = quadratic.decay.scaled(product, self.damping)
-        return Displacement.of(quadratic.plan, -product if self.base is None else self.base - product)
+        return Displacement.of(quadratic.plan, product if self.base is None else self.base + product)
 
 
 class InSampleSpace(_InSampleSpace):
