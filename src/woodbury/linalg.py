@@ -45,8 +45,9 @@ def reciprocal_condition(lower: Tensor) -> float:
 
 def solve_factored(lower: Tensor, rhs: Tensor) -> Tensor:
     """x with L L^T x = rhs, (b, m)."""
-    # cholesky_solve copies L, and for blocks allocates memory on a GPU that a CUDA graph cannot record
-    if lower.dim() == 3 if lower.is_cuda else lower.shape[-1] > _SMALL:
+    # cholesky_solve copies L and, for blocks on a GPU, allocates memory that a CUDA graph cannot record
+    in_two = lower.dim() == 3 if lower.is_cuda else lower.shape[-1] > _SMALL
+    if in_two:
         half = torch.linalg.solve_triangular(lower, rhs.unsqueeze(-1), upper=False)
         return torch.linalg.solve_triangular(lower.mT, half, upper=True).squeeze(-1)
     return torch.cholesky_solve(rhs.unsqueeze(-1), lower).squeeze(-1)
