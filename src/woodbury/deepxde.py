@@ -42,7 +42,7 @@ FEWEST = 64  # points of the equation at first
 LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momentum makes up for the others
 STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "damping": PLAIN}
 LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
-TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer four, 16, ...
+TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer five, 20, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS, _SETS = (dde.icbc.PeriodicBC, Interface2DBC), (PointSetBC, PointSetOperatorBC)  # of two points; measured
@@ -97,7 +97,7 @@ def fit(
             while result.reason == "callback" and not run.is_over:
                 if turn > 0:
                     run.descend(turn)
-                turn, before, begun = 4 * (turn or run.length), result.history, time.perf_counter() - started
+                turn, before, begun = 4 * turn or 5 * run.length, result.history, time.perf_counter() - started
                 result = _solving(run, problem, steps, points, weights).go(None)
                 for record in result.history:  # as steps of the whole fit
                     record["step"], record["seconds"] = record["step"] + len(before), record["seconds"] + begun
