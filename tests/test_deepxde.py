@@ -258,7 +258,7 @@ def test_a_fit_leaves_a_model_that_deepxde_goes_on_with(tmp_path):
     before = model.train_state.loss_train.sum()
     file, variables = str(tmp_path / "model"), str(tmp_path / "rate.dat")
     callbacks = [dde.callbacks.VariableValue(rate, period=1, filename=variables)]
-    callbacks.append(dde.callbacks.ModelCheckpoint(file, save_better_only=True))
+    callbacks.append(dde.callbacks.ModelCheckpoint(file, save_better_only=True, period=20))
     fit = woodbury.deepxde.fit(model, steps=80, verbose=0, callbacks=callbacks)
     history = model.losshistory
     assert model.train_state.step == 100 and history.steps[-1] == 100
