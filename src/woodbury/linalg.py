@@ -180,7 +180,7 @@ def solve_in_sample_space(
     gram is (b, r, r), or its first m = curvature_rows rows (b, m, r); e is (m,), None for ones; projected_base is
     Z p0 on the factor rows, (b, m), or None; solve(matrix, rhs) solves the small system. With D the divisor, M the
     term_count (N2 and N1 for a mean over samples), U = Z[:m] / sqrt(D) and x = -M lambda c = M lambda a / sqrt(D),
-    the system of `woodbury.optim.sample_space` times M D lambda is
+    the system of `woodbury.quadratic.sample_space` times M D lambda is
 
         (Z Z^T + D lambda I) x = D lambda e + M lambda Z p0 - M Z g_rest
         -sqrt(D) U p = (D / M) (e - x)
@@ -188,8 +188,8 @@ def solve_in_sample_space(
     and x = 1 on the gradient rows of the samples outside S2.
     """
     m, gradient_rows = curvature_rows, gram.shape[-1] - curvature_rows
-    # damping is computed by the same kernel, for the predicted decrease
-    shift, length, _ = compute(damping * divisor, damping * -term_count, damping)
+    # c = x / unit; damping is computed by the same kernel, for the predicted decrease
+    shift, unit, _ = compute(damping * divisor, damping * -term_count, damping)
     head = gram if gram.shape[-2] == m else gram.narrow(-2, 0, m)
     inside, others = head.split_with_sizes([m, gradient_rows], -1) if gradient_rows else (head, head)
     matrix = plus_diagonal(inside, shift)
@@ -202,13 +202,13 @@ def solve_in_sample_space(
         if gradient_rows:
             rhs = rhs - others.sum(-1)
     if projected_base is not None:
-        rhs = rhs - projected_base * length
+        rhs = rhs - projected_base * unit
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
     curvature = sum_of_squares(e - x) * (divisor / (term_count * term_count))
     if gradient_rows:
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), gradient_rows)], dim=-1)
-    return SampleSpaceStep(x / length, curvature, solution.ok)
+    return SampleSpaceStep(x / unit, curvature, solution.ok)
 
 
 def plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:

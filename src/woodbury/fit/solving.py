@@ -48,7 +48,7 @@ AVAILABLE = 0.5  # of the memory that is left: a step takes no more than this by
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
 # what `resume` needs
-_COURSE = ("phase", "since", "rejected", "limited", "count", "most", "sized", "before", "resting", "rest")
+_COURSE = ("phase", "since", "rejected", "limited", "count", "most", "before", "wait", "rest")
 
 
 class SolvingRun(Run):
@@ -87,9 +87,8 @@ class SolvingRun(Run):
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.rejected = self.limited = 0  # steps in a row
-        # of samples on trial the step they began with and what the steps before gained; otherwise not a number
-        self.sized, self.before = 0, math.nan
-        self.resting, self.rest = 0, REST  # no trial before this step, and how long the next rest is
+        self.before = math.nan  # what steps gained before more samples were tried, while these are on trial
+        self.wait, self.rest = 0, REST  # no decision before this step, and how long the next rest is
         self.most_plain = 0  # samples of plain steps, where more than the first ones
         self.drawn: _random.Snapshot | None = None  # random numbers of the samples, if they have a seed
         if seed is not None:
@@ -180,19 +179,21 @@ class SolvingRun(Run):
         """Draw more samples from now on, where they limit the steps, pay, and their rows fit into memory."""
         agreement, now = self.optimizer.state.get("search", {}).get("agreement", 1.0), self.fit.steps
         self.limited = self.limited + 1 if agreement < LIMITED else 0
-        if not math.isnan(self.before):  # on trial
-            if now - self.sized < TRIAL:
-                return
-            if self._gained(TRIAL) < PAYS * self.before:
-                self.count, self.rejected, self.limited = self.count // GROWTH, 0, 0
-                self.resting, self.rest = now + self.rest, 2 * self.rest
-            self.before = math.nan
-        if now < self.resting or self.limited < LIMITED_STEPS or GROWTH * self.count > self.most:
+        if now < self.wait:
             return
+        on_trial = not math.isnan(self.before)
+        if on_trial and self._gained(TRIAL) < PAYS * self.before:
+            self.count, self.rejected, self.limited = self.count // GROWTH, 0, 0
+            self.wait, self.rest = now + self.rest, 2 * self.rest
+        self.before = math.nan
         must_pay = self.count >= self.usual
-        if not (must_pay and now < TRIAL) and self._fits(GROWTH * self.count):
-            self.before = self._gained(TRIAL) if must_pay else math.nan
-            self.count, self.rejected, self.limited, self.sized = GROWTH * self.count, 0, 0, now
+        is_early = must_pay and now < TRIAL
+        if is_early or self.limited < LIMITED_STEPS or GROWTH * self.count > self.most:
+            return
+        if self._fits(GROWTH * self.count):
+            self.count, self.rejected, self.limited = GROWTH * self.count, 0, 0
+            if must_pay:
+                self.before, self.wait = self._gained(TRIAL), now + TRIAL
 
     def _fits(self, count: int) -> bool:
         """Whether the rows of so many samples fit into what memory is left, as far as that is known."""

@@ -377,7 +377,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None and dtype != a.dtype:
         a = a.to(dtype)
         b = a if same else b.to(dtype)
-    if same and a.shape[0] >= _HALVED_ON_CPU and _strips(a) > 1:
+    if same and _strips(a) > 1:
         return add_own_product(a.new_empty(a.shape[0], a.shape[0]), a, beta=0)
     return linear(a, b, None)
 

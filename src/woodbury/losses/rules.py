@@ -3,7 +3,7 @@
 A mean loss f = (1/M) sum_i l(y_i, t_i) has at each sample a gradient r_i = dl/dy_i and a Hessian H_i = d2l/dy_i2 =
 S_i S_i^T. A rule gives the values l, the residuals r, the factor S and M, what the mean divides by: the number of
 samples, or of tokens where l is a sum over the tokens of a sample. It also gives e with S e = r, which keeps small
-damping accurate (see `woodbury.optim.sample_space`), and what of r is not in the range of S.
+damping accurate (see `woodbury.quadratic.sample_space`), and what of r is not in the range of S.
 
 A loss with reduction="sum" is f = sum_i l(y_i, t_i): what f divides by is 1, and l has no mean over the outputs of
 a sample either. Its curvature is a sum over the batch as well, N1/N2 times that of the N2 curvature samples.

@@ -92,11 +92,9 @@ class Problems:
 
         A process without a sample borrows one of another, and counts it 0 times.
         """
-        borrowed = None
-        if self.group.size > 1:
-            common = partial(describe, context.common, context.groups)
-            given = request.inputs, request.targets
-            borrowed = borrow_sample(self.group, given, context.device, context.state, common)
+        common = partial(describe, context.common, context.groups)
+        given = request.inputs, request.targets
+        borrowed = borrow_sample(self.group, given, context.device, context.state, common)
         if borrowed is not None:
             request = replace(request, inputs=borrowed[0], targets=borrowed[1], subset=None)
         with self.group.together():

@@ -91,6 +91,8 @@ def borrow_sample(
     All processes must call it, and raise if `common` or the types of their batches differ. The state learns of the
     size of the whole batch, which another number of processes can go on with.
     """
+    if group.size == 1:
+        return None
     samples = _count(batch[0])
     both = common(), _describe_batch(batch, samples)
     counts, commons, batches = group.gather_numbers(samples, *(zlib.crc32(repr(words).encode()) for words in both))

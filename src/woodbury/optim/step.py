@@ -113,8 +113,7 @@ class Step:
         return proposal, policy, objective
 
     def _pose(self) -> tuple[AnyQuadratic, Objective, dict[str, Any]]:
-        """The quadratic model, with the rows of earlier batches and in the metric that are asked for; f; and what
-        the state gains by making them."""
+        """The quadratic model, with the rows and in the metric that are asked for; f; what the state gains."""
         settings, state, plan = self.context.settings, self.context.state, self.problem.plan
         low = plan.dtype in (torch.float16, torch.bfloat16)
         if low and settings.gram_dtype is None and settings.solver.name in SOLVERS:
