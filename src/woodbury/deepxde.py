@@ -44,6 +44,7 @@ STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "d
 LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
 TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer five, 20, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
+JUDGED = 16  # steps at least before they are: on a slow machine the first few take most of a turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS, _SETS = (dde.icbc.PeriodicBC, Interface2DBC), (PointSetBC, PointSetOperatorBC)  # of two points; measured
 
@@ -427,13 +428,12 @@ class _Run:
     def note(self, fit: Any) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
         self.count_step()
-        if self.is_over or time.perf_counter() < self.turn_end:
+        if self.is_over or time.perf_counter() < self.turn_end or len(fit.history) < JUDGED:
             return self.is_over
         self.turn_end = math.inf
         self.look()
-        course = [record["loss"] for record in fit.history]  # each at points of its own
-        quarter = max(len(course) // 4, 1)
-        return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter] or course[:1])
+        course, quarter = [record["loss"] for record in fit.history], len(fit.history) // 4
+        return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter])
 
     def give_back(self, values: Sequence[Tensor]) -> None:
         """Leave these values, in their own type and where they were."""
