@@ -1,5 +1,6 @@
 """Models of DeepXDE: steps against dense matrices of its own losses, caches, refusals, what a fit leaves."""
 
+import math
 import os
 from dataclasses import replace
 from importlib import import_module
@@ -147,7 +148,7 @@ def dense_parts(model):
 
 
 def terms_of(model, points="given", **settings):
-    run, problem = deepxde._Run(model, None, 0), deepxde._Problem(model)
+    run, problem = deepxde._Run(model, None, 0), deepxde.Problem(model)
     return run, Equations(**problem.terms(run.solution, points, **settings)).terms
 
 
@@ -155,7 +156,7 @@ def terms_of(model, points="given", **settings):
 def test_a_step_is_that_of_the_losses_of_deepxde(name):
     model = MODELS[name]()
     run, terms = terms_of(model)
-    deepxde._Problem(model).check(run)
+    deepxde._check_losses(deepxde.Problem(model), run)
     source = TermSource(run.solution, terms)
     optimizer = woodbury.GaussNewton(
         run.solution, nn.MSELoss(), damping=DAMPING, forward=source.forward, fallback="autograd"
@@ -164,7 +165,7 @@ def test_a_step_is_that_of_the_losses_of_deepxde(name):
     expected = torch.linalg.solve(B + DAMPING * torch.eye(len(g)), -g)
     p = optimizer.direction(*source.batch(1))
     assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, DAMPING)
-    total = float(deepxde._Problem(model).their_losses().sum())
+    total = float(deepxde.Problem(model).their_losses().sum())
     assert source.loss() == pytest.approx(total, rel=bounds.rounding(100))
 
 
@@ -351,9 +352,33 @@ def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
     assert not is_over([1.0] * 4, [1.0] * 4, [1.0] * 4) and run.turn_end == 0.0  # too few to judge
 
 
+def test_early_times_count_more_at_first(monkeypatch):
+    run, problem = deepxde._Run(heat(), None, 0), deepxde.Problem(heat())
+    source, function, _ = problem.terms(run.solution, "given")["equation"]
+    plain = function(run.solution, source)
+    problem.decline = 3.0
+    counts = (function(run.solution, source) / plain).square()
+    expected = torch.exp(-3 * source[:, 1:]) * 3 / (1 - math.exp(-3))  # the mean over all times is 1
+    torch.testing.assert_close(counts, expected.expand_as(counts), rtol=bounds.rounding(100), atol=0)
+    assert run.decline() == 0.0  # without a limit of time
+    monkeypatch.setattr(deepxde.time, "perf_counter", lambda: 12.0)
+    run.pause = 100.0 / deepxde.LOOKS
+    for deadline, passed in ((112.0, 0.0), (97.0, 0.15), (70.0, 0.42)):
+        run.deadline = deadline
+        assert run.decline() == pytest.approx(3 * max(0.0, 1 - passed / 0.3))
+
+
+def test_equations_without_time_have_no_early_times():
+    run, problem = deepxde._Run(poisson("dirichlet"), None, 0), deepxde.Problem(poisson("dirichlet"))
+    source, function, _ = problem.terms(run.solution, "given")["equation"]
+    plain = function(run.solution, source)
+    problem.decline = 3.0
+    assert torch.equal(function(run.solution, source), plain)
+
+
 def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(monkeypatch):
     model = poisson("dirichlet", loss_weights=[2.0, 5.0])
-    run, problem = deepxde._Run(model, None, 0), deepxde._Problem(model)
+    run, problem = deepxde._Run(model, None, 0), deepxde.Problem(model)
     small = deepxde._solving(run, problem, 3, "given", "given")
     monkeypatch.setattr(deepxde, "LARGE", 3)
     large = deepxde._solving(run, problem, 3, "given", "given")

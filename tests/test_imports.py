@@ -18,7 +18,7 @@ ROOMS = [
     *("modules", "taylor", "jets", "laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "quadratic", "policies"),
     *("loop", "optim", "rivals", "optimizers", "fit", "runs", "experiments"),
-    *("logs", "pina", "deepxde", "lightning", "skorch", "sklearn", "cli", "__main__"),
+    *("logs", "pina", "_deepxde", "deepxde", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes"]],

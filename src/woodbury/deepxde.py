@@ -12,23 +12,20 @@ What DeepXDE remembers of its training points (values of boundary functions, Jac
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any
 
 import deepxde as dde
 import numpy as np
 import torch
-from deepxde.icbc.boundary_conditions import BC, Interface2DBC, PointSetBC, PointSetOperatorBC
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from woodbury._deepxde import Problem, Solution
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.limits import Limits
 from woodbury.fit.result import Fit
@@ -37,7 +34,6 @@ from woodbury.fit.solving import FEW, SolvingRun
 from woodbury.optim import GaussNewton
 
 POINTS, WEIGHTS = ("by residual", "as drawn", "given"), ("auto", "given", "balanced")
-POOL = 2048  # points of the boundary, and of the start, that conditions choose from
 FEWEST = 64  # points of the equation at first
 LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momentum makes up for the others
 STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "damping": PLAIN}
@@ -46,7 +42,7 @@ TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the mode
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 JUDGED = 16  # steps at least before they are: on a slow machine the first few take most of a turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
-_PAIRS, _SETS = (dde.icbc.PeriodicBC, Interface2DBC), (PointSetBC, PointSetOperatorBC)  # of two points; measured
+DECLINE, EARLY = 3.0, 0.3  # of the weights of the equation over time, at first; the part of the fit that has it
 
 
 def fit(
@@ -81,8 +77,8 @@ def fit(
     _check_model(model, callbacks)
     run, is_new = _Run(model, callbacks, verbose), model.train_state.step == 0
     try:
-        problem = _Problem(model)
-        problem.check(run)
+        problem = Problem(model)
+        _check_losses(problem, run)
         run.begin()
         if double:
             run.cast(torch.float64, run.first)
@@ -113,7 +109,7 @@ def fit(
     return replace(result, loss=run.best_loss, steps=len(result.history), seconds=time.perf_counter() - started)
 
 
-def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
+def _solving(run: _Run, problem: Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
@@ -123,7 +119,13 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
     optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **settings)
     few = max(few // max(1, problem.equations), FEWEST)
     limits = Limits(steps, max(run.deadline - time.perf_counter(), 0.0))
-    solving = SolvingRun(optimizer, source, limits=limits, seed=None, callback=run.note, samples=few)
+
+    def note(result: Fit) -> bool:
+        problem.decline = run.decline()  # not within a step
+        return run.note(result)
+
+    problem.decline = run.decline()
+    solving = SolvingRun(optimizer, source, limits=limits, seed=None, callback=note, samples=few)
     solving.begin_plain(most=4 * FEW)
     return solving
 
@@ -151,191 +153,22 @@ def _check_model(model: Any, callbacks: Sequence[Any] | None) -> None:
             raise ValueError(f"deepxde.fit: {message}")
 
 
-class _Solution(nn.Module):
-    """The network, and the unknown numbers outside it, in the same memory."""
-
-    def __init__(self, net: nn.Module, unknowns: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.net, self.originals = net, tuple(unknowns)
-        self.unknowns = nn.ParameterList([nn.Parameter(own.detach()) for own in unknowns])
-
-
-class _Exchange(TorchFunctionMode):
-    """Inside, functions of torch take the unknowns of a solution for those that the equation was written with."""
-
-    def __init__(self, solution: _Solution) -> None:
-        super().__init__()
-        self.others = {id(own): solution.unknowns[place] for place, own in enumerate(solution.originals)}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self._exchange(args), **{name: self._exchange(own) for name, own in (kwargs or {}).items()})
-
-    def _exchange(self, value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value)(map(self._exchange, value)) if type(value) in (tuple, list) else value
-        return self.others.get(id(value), value)
-
-
-@contextmanager
-def _precision(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, DeepXDE makes tensors of this type."""
-    real, default = dde.config.real, torch.get_default_dtype()
-    before = real.precision
-    try:
-        getattr(real, f"set_float{torch.finfo(dtype).bits}")()
-        torch.set_default_dtype(dtype)
-        yield
-    finally:
-        getattr(real, f"set_float{before}")()
-        torch.set_default_dtype(default)
-
-
-def _evaluate(solution: _Solution, x: Tensor, function: Callable[[Tensor, Tensor, Any], Tensor]) -> Tensor:
-    """function(inputs, outputs, the inputs as an array); x is (n, d), or (n, 2, d) for pairs of points.
-
-    DeepXDE has the second points of all pairs after the first ones; in the network the two are neighbours, as
-    those that belong to one sample have to be.
-    """
-    follow, together = torch.is_grad_enabled(), 2 if x.dim() == 3 else 1
-    exchange = _Exchange(solution) if solution.originals else nullcontext()
-    with torch.enable_grad(), _precision(x.dtype), exchange:
-        inputs = x.reshape(len(x), together, -1).transpose(0, 1).flatten(0, 1).detach().requires_grad_()
-        neighbours = inputs.unflatten(0, (together, -1)).transpose(0, 1).flatten(0, 1)
-        outputs = solution.net(neighbours).unflatten(0, (-1, together)).transpose(0, 1).flatten(0, 1)
-        try:
-            result = function(inputs, outputs, inputs.detach().cpu().numpy())
-        finally:
-            dde.grad.clear()
-    return result if follow else result.detach()
-
-
-def _without_cache(bc: Any) -> Any:
-    """A copy of a condition that looks at the points, and not at which array they are in."""
-    own = copy.copy(bc)
-    for name in ("func", "boundary_normal"):
-        function: Any = getattr(bc, name, None)
-        if getattr(getattr(function, "__code__", None), "co_name", "") == "wrapper_cache":
-            setattr(own, name, lambda X, start, end, _, bare=function.__wrapped__: bare(X[start:end]))
-    return own
-
-
-class _Problem:
-    """The equation and the conditions of a model as terms."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.data = model, model.data
-        losses = self.their_losses()
-        if not np.isfinite(losses).all():
-            raise ValueError(f"deepxde.fit: the losses of the model are {losses}: not all are numbers")
-        self.equations = len(losses) - len(self.data.bcs)
-        weights = 1.0 if model.loss_weights is None else model.loss_weights
-        self.weights = np.broadcast_to(np.asarray(weights, float), len(losses)).tolist()
-        self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
-
-    def terms(self, solution: _Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:
-        """(source, function, weight) of the equation and of every condition, for `Equations`."""
-        like, data = next(solution.parameters()).detach(), self.data
-        edges: list[tuple[int, Any]] = []
-        terms: dict[str, tuple[Any, ...]] = {}
-        source: Any = torch.as_tensor(data.train_x_all).to(like)
-        if points != "given":
-            with suppress(Exception):  # a geometry that cannot draw raises errors of many kinds
-                edges = _draw_edges(data)
-                source = _draw_inside(data, edges, like) if data.num_domain > 0 else source
-        if self.equations:
-            weights = [1.0] * self.equations if balanced else self.weights
-            function = partial(_evaluate, function=partial(self._equation, weights=weights))
-            terms["equation"] = (source, function, None if balanced else 1.0)
-        ends = np.cumsum([0, *data.num_bcs])
-        for place, bc in enumerate(data.bcs):
-            weight, own = self.weights[self.equations + place], _without_cache(bc)
-            source = _arrange(bc, data.train_x[ends[place] : ends[place + 1]], like)
-            if isinstance(bc, _SETS):  # what is measured is subtracted later
-                own.values, values = 0.0, bc.values.to(like)
-                width = len(bc.component) if isinstance(getattr(bc, "component", 0), list) else 1
-                source = source, values.expand(len(source), width)
-            elif edges and isinstance(bc, BC | dde.icbc.IC):
-                pool = _arrange(bc, bc.collocation_points(np.vstack([own for _, own in edges])), like)
-                if len(pool.unique(dim=0)) > len(source):
-                    source = lambda count, pool=pool: pool[torch.randint(len(pool), (count,))]  # noqa: E731
-            if weight > 0:
-                error: Any = lambda x, y, X, bc=own: bc.error(X, x, y, 0, len(X))  # noqa: E731
-                function = partial(_evaluate, function=error)
-                terms[self.names[place]] = (source, function, None if balanced else weight)
-        return terms
-
-    def _equation(self, inputs: Tensor, outputs: Tensor, X: Any, weights: Sequence[float]) -> Tensor:
-        """Numbers (n, K), whose mean square is the weighted sum of the mean squares of the equations."""
-        auxiliary = self.data.auxiliary_var_fn
-        more = [] if auxiliary is None else [torch.as_tensor(auxiliary(X).astype(X.dtype))]
-        found = self.data.pde(inputs, outputs, *more)
-        parts = [own.reshape(len(X), -1) for own in (found if isinstance(found, list | tuple) else [found])]
-        width = sum(part.shape[1] for part in parts)
-        scales = [(weight * width / part.shape[1]) ** 0.5 for part, weight in zip(parts, weights, strict=False)]
-        return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], 1)
-
-    def their_losses(self) -> Any:
-        """DeepXDE's losses at the training points, weighted."""
-        return self.model._outputs_losses(True, *self.data.train_next_batch(self.model.batch_size))[1]
-
-    def losses(self, solution: _Solution) -> dict[str, float]:
-        """The weighted mean squares of the terms at the training points, each computed on two halves of them."""
-        losses = {}
-        with torch.no_grad():
-            for name, (source, function, weight) in self.terms(solution, "given").items():
-                x, target = source if isinstance(source, tuple) else (source, 0.0)
-                found = torch.cat([function(solution, half) for half in x.tensor_split(2) if len(half)])
-                losses[name] = weight * float((found - target).square().mean())
-        return losses
-
-    def check(self, run: _Run) -> None:
-        """Raise an error unless the losses of the terms are those that DeepXDE minimizes."""
-        generator, model = torch.Generator(device="cpu").manual_seed(0), self.model
-        noise = [torch.randn(own.shape, generator=generator, device="cpu").to(own) for own in run.first]
-        with run.holding([own + 0.1 * other for own, other in zip(run.first, noise, strict=True)]):
-            theirs = self.their_losses()  # where none is small
-            mine = self.losses(_Solution(model.net, model.external_trainable_variables))
-        others = {"equation": theirs[: self.equations].sum()} if self.equations else {}
-        others |= dict(zip(self.names, theirs[self.equations :], strict=True))
-        share = 10 * torch.finfo(next(run.solution.parameters()).dtype).eps ** 0.5
-        for name, own in mine.items():
-            if np.isfinite(others[name]) and not abs(own - others[name]) <= share * abs(others[name]):
-                raise ValueError(
-                    f"deepxde.fit: {name} cannot be taken: its loss is not a mean of squares, or its residuals at "
-                    "a point depend on other points of the batch or on random numbers"
-                )
-
-
-def _arrange(bc: Any, X: Any, like: Tensor) -> Tensor:
-    """(n, d), or (n, 2, d) for pairs."""
-    x = torch.as_tensor(X).to(like)
-    return x.unflatten(0, (2, -1)).transpose(0, 1) if isinstance(bc, _PAIRS) else x
-
-
-def _draw_edges(data: Any) -> list[tuple[int, Any]]:
-    """Points of each kind that training points have beside those inside, with the number of those."""
-    edges = [] if data.anchors is None else [(len(data.anchors), data.anchors)]
-    if data.num_boundary > 0:
-        edges.append((data.num_boundary, data.geom.random_boundary_points(POOL)))
-    if getattr(data, "num_initial", 0) > 0:
-        edges.append((data.num_initial, data.geom.random_initial_points(POOL)))
-    return edges
-
-
-def _draw_inside(data: Any, edges: Sequence[tuple[int, Any]], like: Tensor) -> Callable[[int], Tensor]:
-    """A function that draws points of the equation: all kinds of training points, in the shares they have."""
-    total = data.num_domain + sum(number for number, _ in edges)
-
-    def draw(count: int) -> Tensor:
-        parts = [own[np.random.randint(len(own), size=count * number // total)] for number, own in edges]
-        wanted = count - sum(map(len, parts))
-        inside = data.geom.random_points(wanted)
-        if len(inside) != wanted:  # of a cloud
-            inside = inside[np.random.randint(len(inside), size=wanted)]
-        return torch.as_tensor(np.vstack([*parts, inside])).to(like)
-
-    draw(2)  # raises where the geometry cannot
-    return draw
+def _check_losses(problem: Problem, run: _Run) -> None:
+    """Raise an error unless the losses of the terms are those that DeepXDE minimizes."""
+    generator, model = torch.Generator(device="cpu").manual_seed(0), problem.model
+    noise = [torch.randn(own.shape, generator=generator, device="cpu").to(own) for own in run.first]
+    with run.holding([own + 0.1 * other for own, other in zip(run.first, noise, strict=True)]):
+        theirs = problem.their_losses()  # where none is small
+        mine = problem.losses(Solution(model.net, model.external_trainable_variables))
+    others = {"equation": theirs[: problem.equations].sum()} if problem.equations else {}
+    others |= dict(zip(problem.names, theirs[problem.equations :], strict=True))
+    share = 10 * torch.finfo(next(run.solution.parameters()).dtype).eps ** 0.5
+    for name, own in mine.items():
+        if np.isfinite(others[name]) and not abs(own - others[name]) <= share * abs(others[name]):
+            raise ValueError(
+                f"deepxde.fit: {name} cannot be taken: its loss is not a mean of squares, or its residuals at "
+                "a point depend on other points of the batch or on random numbers"
+            )
 
 
 class _Run:
@@ -363,7 +196,7 @@ class _Run:
         self.dtype = dtype
         types = [dtype if dtype and own.is_floating_point() else own.dtype for own in self.first]
         self.load([value.to(own, copy=True) for value, own in zip(values, types, strict=True)])
-        self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
+        self.solution = Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
         """A turn of the optimizer that the model was compiled with, from the best parameters so far."""
@@ -424,6 +257,17 @@ class _Run:
                 self.callbacks.on_batch_end()
                 self.callbacks.on_epoch_end()
         self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
+
+    def decline(self) -> float:
+        """How fast the weights of the equation decline over time, in a step now.
+
+        A path that leaves the solution early and then stays where residuals are small is near a local minimum of
+        the loss. With such weights the loss falls further where it leaves later.
+        """
+        if math.isinf(self.deadline):
+            return 0.0
+        passed = 1 - (self.deadline - time.perf_counter()) / (LOOKS * self.pause)  # of all time
+        return DECLINE * max(0.0, 1 - passed / EARLY)
 
     def note(self, fit: Any) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
