@@ -361,11 +361,13 @@ def test_early_times_count_more_at_first(monkeypatch):
     expected = torch.exp(-3 * source[:, 1:]) * 3 / (1 - math.exp(-3))  # the mean over all times is 1
     torch.testing.assert_close(counts, expected.expand_as(counts), rtol=bounds.rounding(100), atol=0)
     assert run.decline() == 0.0  # without a limit of time
+    assert woodbury.deepxde.fit(heat(), seconds=0, verbose=0).steps <= 1  # and without time
     monkeypatch.setattr(deepxde.time, "perf_counter", lambda: 12.0)
     run.pause = 100.0 / deepxde.LOOKS
     for deadline, passed in ((112.0, 0.0), (97.0, 0.15), (70.0, 0.42)):
         run.deadline = deadline
         assert run.decline() == pytest.approx(3 * max(0.0, 1 - passed / 0.3))
+        assert run.decline(0.2) == pytest.approx(3 * max(0.0, 1 - max(passed, 0.2) / 0.3))  # of few steps
 
 
 def test_equations_without_time_have_no_early_times():

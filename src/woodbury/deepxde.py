@@ -61,7 +61,8 @@ def fit(
     Args:
         model: new, or trained before. It ends with the lowest training loss seen, by DeepXDE's own account.
         seconds, steps: where to stop, whichever comes first. With seconds, where the first Gauss-Newton steps of
-            a new model gain little, turns of the optimizer that it was compiled with follow.
+            a new model gain little, turns of the optimizer that it was compiled with follow; and where an
+            equation has a time, early times count more at first.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
         weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows; "auto"
@@ -121,7 +122,7 @@ def _solving(run: _Run, problem: Problem, steps: int | None, points: str, weight
     limits = Limits(steps, max(run.deadline - time.perf_counter(), 0.0))
 
     def note(result: Fit) -> bool:
-        problem.decline = run.decline()  # not within a step
+        problem.decline = run.decline(result.steps / steps if steps else 0.0)  # not within a step
         return run.note(result)
 
     problem.decline = run.decline()
@@ -258,16 +259,16 @@ class _Run:
                 self.callbacks.on_epoch_end()
         self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
 
-    def decline(self) -> float:
-        """How fast the weights of the equation decline over time, in a step now.
+    def decline(self, share: float = 0.0) -> float:
+        """How fast the weights of the equation decline over time, in a step now; this share of all steps is taken.
 
         A path that leaves the solution early and then stays where residuals are small is near a local minimum of
         the loss. With such weights the loss falls further where it leaves later.
         """
-        if math.isinf(self.deadline):
+        if not self.pause:  # there is no limit of time, or no time
             return 0.0
         passed = 1 - (self.deadline - time.perf_counter()) / (LOOKS * self.pause)  # of all time
-        return DECLINE * max(0.0, 1 - passed / EARLY)
+        return DECLINE * max(0.0, 1 - max(passed, share) / EARLY)
 
     def note(self, fit: Any) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
