@@ -1,6 +1,5 @@
 """Models of DeepXDE: steps against dense matrices of its own losses, caches, refusals, what a fit leaves."""
 
-import math
 import os
 from dataclasses import replace
 from importlib import import_module
@@ -352,38 +351,24 @@ def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
     assert not is_over([1.0] * 4, [1.0] * 4, [1.0] * 4) and run.turn_end == 0.0  # too few to judge
 
 
-def test_early_times_count_more_at_first(monkeypatch):
-    run, problem = deepxde._Run(heat(), None, 0), deepxde.Problem(heat())
-    source, function, _ = problem.terms(run.solution, "given")["equation"]
-    plain = function(run.solution, source)
-    problem.decline = 3.0
-    counts = (function(run.solution, source) / plain).square()
-    expected = torch.exp(-3 * source[:, 1:]) * 3 / (1 - math.exp(-3))  # the mean over all times is 1
-    torch.testing.assert_close(counts, expected.expand_as(counts), rtol=bounds.rounding(100), atol=0)
-    assert run.decline() == 0.0  # without a limit of time
-    assert woodbury.deepxde.fit(heat(), seconds=0, verbose=0).steps <= 1  # and without time
-    monkeypatch.setattr(deepxde.time, "perf_counter", lambda: 12.0)
-    run.pause = 100.0 / deepxde.LOOKS
-    for deadline, passed in ((112.0, 0.0), (97.0, 0.15), (70.0, 0.42)):
-        run.deadline = deadline
-        assert run.decline() == pytest.approx(3 * max(0.0, 1 - passed / 0.3))
-        assert run.decline(0.2) == pytest.approx(3 * max(0.0, 1 - max(passed, 0.2) / 0.3))  # of few steps
-
-
-def test_equations_without_time_have_no_early_times():
-    run, problem = deepxde._Run(poisson("dirichlet"), None, 0), deepxde.Problem(poisson("dirichlet"))
-    source, function, _ = problem.terms(run.solution, "given")["equation"]
-    plain = function(run.solution, source)
-    problem.decline = 3.0
-    assert torch.equal(function(run.solution, source), plain)
+def test_early_times_count_more_where_the_equation_has_a_time():
+    run = deepxde._Run(heat(), None, 0)
+    solving = deepxde._solving(run, deepxde.Problem(heat()), deepxde.Limits(10), "as drawn", "given")
+    declines = []
+    for _ in range(10):
+        solving.advance()
+        declines.append(solving.source.decline)
+    assert solving.source.time == -1 and deepxde.Problem(poisson("dirichlet")).time is None
+    assert declines == pytest.approx([6, 5, 4, 3, 2, 1, 0, 0, 0, 0])
+    assert woodbury.deepxde.fit(heat(), seconds=0, verbose=0).steps == 0  # without time
 
 
 def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(monkeypatch):
     model = poisson("dirichlet", loss_weights=[2.0, 5.0])
     run, problem = deepxde._Run(model, None, 0), deepxde.Problem(model)
-    small = deepxde._solving(run, problem, 3, "given", "given")
+    small = deepxde._solving(run, problem, deepxde.Limits(3), "given", "given")
     monkeypatch.setattr(deepxde, "LARGE", 3)
-    large = deepxde._solving(run, problem, 3, "given", "given")
+    large = deepxde._solving(run, problem, deepxde.Limits(3), "given", "given")
     assert (small.count, large.count) == (256, 128) and small.optimizer.param_groups[0]["momentum"] == 0.0
     large.advance()
     optimizer, previous = large.optimizer, flatten(large.optimizer.state["momentum"])

@@ -1,5 +1,6 @@
 """Batches of several terms with points of their own: steps against dense matrices, errors that name the term."""
 
+import math
 import warnings
 from importlib import import_module
 
@@ -164,6 +165,25 @@ def test_points_on_a_line_have_no_gaps():
     for place in line:
         found, promised = int((line[index] <= place).sum()), float(share[line[:, 0] <= place].sum() * taken)
         assert abs(found - promised) <= 1 + bounds.rounding(300) * taken
+
+
+def test_early_times_count_more_by_time_and_by_what_is_wrong_before():
+    model, x = make_net(), torch.rand(40, 2, dtype=torch.float64)
+    x[:10, 1] = 0.3  # at the same time
+    terms = TermSource(model, Equations(only=(x, run_model)).terms, time=1, decline=6.0)
+    scale = terms.batch(40)[0][3]
+    squares, times = model(x).detach().square().sum(1).tolist(), x[:, 1].tolist()
+    shares = [sum(own for own, other in zip(squares, times, strict=True) if other < time) for time in times]
+    first, span = min(times), max(times) - min(times)
+    expected = [
+        math.exp(-6 * ((time - first) / span + share / sum(squares)))
+        for time, share in zip(times, shares, strict=True)
+    ]
+    expected = torch.tensor(expected, dtype=torch.float64) * 40 / sum(expected)
+    assert float((scale[:, 0].square() / expected - 1).abs().max()) <= bounds.rounding(40, condition=12)
+    mean = float((expected * torch.tensor(squares)).mean()) / model(x).shape[1]
+    assert terms.mean_squares()["only"] == pytest.approx(mean)
+    assert bool((terms.draw(40)[0][3] == 1).all())  # where models are compared
 
 
 def points(count):

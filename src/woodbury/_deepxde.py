@@ -100,8 +100,8 @@ class Problem:
         self.weights = np.broadcast_to(np.asarray(weights, float), len(losses)).tolist()
         self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
         domain = getattr(self.data.geom, "timedomain", self.data.geom)
-        self.times = (domain.t0, domain.t1) if isinstance(domain, dde.geometry.TimeDomain) else None
-        self.decline = 0.0  # a: early times count more
+        has_time = isinstance(domain, dde.geometry.TimeDomain) and self.equations
+        self.time = -1 if has_time else None  # the column of the equation that is the time
 
     def terms(self, solution: Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:
         """(source, function, weight) of the equation and of every condition, for `Equations`."""
@@ -136,22 +136,14 @@ class Problem:
         return terms
 
     def _equation(self, inputs: Tensor, outputs: Tensor, X: Any, weights: Sequence[float]) -> Tensor:
-        """Numbers (n, K), whose mean square is the weighted sum of the mean squares of the equations.
-
-        Those at a time t count exp(-a u) / mean exp(-a u) times, with u = (t - t0) / (t1 - t0).
-        """
+        """Numbers (n, K), whose mean square is the weighted sum of the mean squares of the equations."""
         auxiliary = self.data.auxiliary_var_fn
         more = [] if auxiliary is None else [torch.as_tensor(auxiliary(X).astype(X.dtype))]
         found = self.data.pde(inputs, outputs, *more)
         parts = [own.reshape(len(X), -1) for own in (found if isinstance(found, list | tuple) else [found])]
         width = sum(part.shape[1] for part in parts)
         scales = [(weight * width / part.shape[1]) ** 0.5 for part, weight in zip(parts, weights, strict=False)]
-        joined = torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], 1)
-        if self.times is None or not self.decline:
-            return joined
-        a, (start, end) = self.decline, self.times
-        counts = a / -np.expm1(-a) * np.exp(-a * (X[:, -1:] - start) / (end - start))
-        return joined * torch.as_tensor(np.sqrt(counts)).to(joined)
+        return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], 1)
 
     def their_losses(self) -> Any:
         """DeepXDE's losses at the training points, weighted."""

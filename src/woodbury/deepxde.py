@@ -42,7 +42,6 @@ TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the mode
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 JUDGED = 16  # steps at least before they are: on a slow machine the first few take most of a turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
-DECLINE, EARLY = 3.0, 0.3  # of the weights of the equation over time, at first; the part of the fit that has it
 
 
 def fit(
@@ -72,7 +71,6 @@ def fit(
 
     The loss of the `Fit` is DeepXDE's own. An error names what cannot be taken, and leaves the model as it was.
     """
-    started = time.perf_counter()
     if (seconds is None and steps is None) or points not in POINTS or weights not in WEIGHTS:
         raise ValueError(f"deepxde.fit: use seconds= or steps=, points= of {POINTS}, weights= of {WEIGHTS}")
     _check_model(model, callbacks)
@@ -89,16 +87,16 @@ def fit(
                 run.cast(None, run.first)
         if seconds is not None:
             run.length = seconds / TURNS * (is_new and not dde.optimizers.is_external_optimizer(model.opt_name))
-            run.deadline, run.turn_end = started + seconds, started + (run.length or math.inf)
+            run.deadline, run.turn_end = run.started + seconds, run.started + (run.length or math.inf)
         run.pause, turn, result = (seconds or 0.0) / LOOKS, 0.0, Fit(reason="callback")
         try:
             while result.reason == "callback" and not run.is_over:
                 if turn > 0:
                     run.descend(turn)
-                turn, before, begun = 4 * turn or 5 * run.length, result.history, time.perf_counter() - started
-                result = _solving(run, problem, steps, points, weights).go(None)
+                turn, before = 4 * turn or 5 * run.length, result.history
+                result = _solving(run, problem, Limits(steps, seconds), points, weights).go(None)
                 for record in result.history:  # as steps of the whole fit
-                    record["step"], record["seconds"] = record["step"] + len(before), record["seconds"] + begun
+                    record["step"] += len(before)
                 result.best_step, result.history = result.best_step + len(before), before + result.history
         except KeyboardInterrupt:  # which ends the fit as its time does
             result.reason = "interrupted"
@@ -107,26 +105,22 @@ def fit(
         run.give_back(run.best if isinstance(error, KeyboardInterrupt) else run.first)
         raise
     result.reason = "seconds" if time.perf_counter() > run.deadline else result.reason
-    return replace(result, loss=run.best_loss, steps=len(result.history), seconds=time.perf_counter() - started)
+    return replace(
+        result, loss=run.best_loss, steps=len(result.history), seconds=time.perf_counter() - run.started
+    )
 
 
-def _solving(run: _Run, problem: Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
+def _solving(run: _Run, problem: Problem, limits: Limits, points: str, weights: str) -> SolvingRun:
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
-    source = TermSource(run.solution, terms, by_residual=points == "by residual")
+    source = TermSource(run.solution, terms, by_residual=points == "by residual", time=problem.time)
     is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
     settings, few = (LARGE_STEPS, FEW // 2) if is_large else (STEPS, FEW)
     optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **settings)
     few = max(few // max(1, problem.equations), FEWEST)
-    limits = Limits(steps, max(run.deadline - time.perf_counter(), 0.0))
-
-    def note(result: Fit) -> bool:
-        problem.decline = run.decline(result.steps / steps if steps else 0.0)  # not within a step
-        return run.note(result)
-
-    problem.decline = run.decline()
-    solving = SolvingRun(optimizer, source, limits=limits, seed=None, callback=note, samples=few)
+    solving = SolvingRun(optimizer, source, limits=limits, seed=None, callback=run.note, samples=few)
+    solving.fit.seconds = time.perf_counter() - run.started
     solving.begin_plain(most=4 * FEW)
     return solving
 
@@ -176,7 +170,7 @@ class _Run:
     """A model of DeepXDE during a fit: its parameters, what it shows, and its callbacks."""
 
     def __init__(self, model: Any, callbacks: Sequence[Any] | None, verbose: int) -> None:
-        self.model, self.verbose = model, verbose
+        self.model, self.verbose, self.started = model, verbose, time.perf_counter()
         self.callbacks = dde.callbacks.CallbackList(callbacks=list(callbacks or []))
         self.callbacks.set_model(model)
         self.tensors = [*model.net.parameters(), *model.net.buffers(), *model.external_trainable_variables]
@@ -258,17 +252,6 @@ class _Run:
                 self.callbacks.on_batch_end()
                 self.callbacks.on_epoch_end()
         self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
-
-    def decline(self, share: float = 0.0) -> float:
-        """How fast the weights of the equation decline over time, in a step now; this share of all steps is taken.
-
-        A path that leaves the solution early and then stays where residuals are small is near a local minimum of
-        the loss. With such weights the loss falls further where it leaves later.
-        """
-        if not self.pause:  # there is no limit of time, or no time
-            return 0.0
-        passed = 1 - (self.deadline - time.perf_counter()) / (LOOKS * self.pause)  # of all time
-        return DECLINE * max(0.0, 1 - max(passed, share) / EARLY)
 
     def note(self, fit: Any) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""

@@ -12,6 +12,13 @@ that do not meet: without it half of all points would be there. On a line (an eq
 independent: from one end on, one is taken after every 1/n of the sum of q, so that there are no gaps between them,
 and no two rows that say the same.
 
+**Early times.** Where a source has a time, u from 0 to 1, residuals of the first term are multiplied by sqrt(w),
+
+    w = exp(-a (u + C(u) / C(1))) / mean,      C(u) = the sum of |r|^2 before u
+
+A path that leaves the solution early and stays where residuals are small is near a local minimum of the loss. With
+w, the loss falls where it leaves later. a falls from 6 to 0 in the first six tenths of a fit.
+
 **Weights.** The first term has the weight 1. With tau_t, the mean square of a row of term t, the others have
 
     w_t = 30 tau_1 / tau_t,   at least 10 and at most 100
@@ -172,6 +179,16 @@ class _Source:
         return values.detach()
 
 
+def early_weights(times: Tensor, squares: Tensor, decline: float) -> Tensor:
+    """w, as above, of points at these times (n,), the first to the last, with these |r|^2 (n,); `decline` is a."""
+    times = times - times.min()
+    times, order = times / times.max().clamp(min=torch.finfo(times.dtype).tiny), times.argsort()
+    sums = nn.functional.pad(squares[order].cumsum(0), (1, 0))  # of none, of the first, ..., of all
+    before = sums[torch.searchsorted(times[order], times)] / sums[-1].clamp(min=torch.finfo(sums.dtype).tiny)
+    weights = torch.exp(-decline * (times + before))
+    return weights / weights.mean()
+
+
 def _take(inputs: Any, share: Tensor, count: int) -> Tensor:
     """Indices with these probabilities: evenly where the points are on a line, otherwise independent ones."""
     if not isinstance(inputs, Tensor) or inputs.shape[1:] != (1,):
@@ -208,6 +225,8 @@ class TermSource:
     by_residual: bool = True
     has_terms: bool = True  # of `Equations`; without, it is one function that draws samples
     weights: dict[str, float] = field(default_factory=dict)
+    time: int | None = None  # the column of the first term that is the time
+    decline: float = 0.0  # a
     forward = staticmethod(_run)
 
     @property
@@ -220,11 +239,11 @@ class TermSource:
 
     def batch(self, count: int) -> Data:
         """Points for a step."""
-        return self._batch(count, self.by_residual)
+        return self._batch(count, self.by_residual, self.decline)
 
     def draw(self, count: int) -> Data:
         """Points as they are drawn."""
-        return self._batch(count, by_residual=False)
+        return self._batch(count)
 
     def as_data(self, inputs: Any, targets: Tensor | None) -> Data:
         """Other points of the only term, as a batch."""
@@ -240,14 +259,14 @@ class TermSource:
         """sum_t w_t mean |r_t|^2, as last seen."""
         return sum(self.weights[name] * own for name, own in self.mean_squares().items())
 
-    def _batch(self, count: int, by_residual: bool) -> Data:
+    def _batch(self, count: int, by_residual: bool = False, decline: float = 0.0) -> Data:
         if not self.weights:
             self.balance()
         parts, widths, is_first = {}, {}, True
         for name, source in self.sources.items():
             own = count if is_first or source.draw_some is None else max(count // FEWER, min(count, PROBE))
             is_first = is_first and source.draw_some is None
-            parts[name], widths[name] = self._points(source, own, by_residual)
+            parts[name], widths[name] = self._points(source, own, by_residual, decline)
         if len(parts) == 1:
             return parts[next(iter(parts))], None
         numbers = {name: len(part[3]) * widths[name] for name, part in parts.items()}
@@ -258,12 +277,18 @@ class TermSource:
             terms.append(Term(name, (function, inputs, targets, share * scale), len(scale), widths[name]))
         return Terms(tuple(terms)).as_inputs(self.like), None
 
-    def _points(self, source: _Source, count: int, by_residual: bool) -> tuple[tuple[Any, ...], int]:
+    def _points(
+        self, source: _Source, count: int, by_residual: bool = False, decline: float = 0.0
+    ) -> tuple[tuple[Any, ...], int]:
         """Points of a term with their scales, and the numbers of each."""
         like, chosen = self.like, by_residual and source.draw_some is not None
         inputs, targets, found = source.draw(CANDIDATES * count if chosen else count)
         residual = source.evaluate(self.model, inputs, targets, found, like)
         scale = like.new_ones(found, 1)
+        if decline and source.name == next(iter(self.sources)):
+            scale = early_weights(inputs[:, self.time], residual.square().sum(1), decline).sqrt().unsqueeze(1)
+            residual = residual * scale
+            source.mean_square = float(residual.square().mean())
         if chosen:
             sizes = residual.norm(dim=1).double()
             sizes = sizes.clamp(max=CAP * sizes.mean())
@@ -271,7 +296,7 @@ class TermSource:
             share = (1 / found + torch.where(total > 0, sizes / total, 1 / found)) / 2
             index = _take(inputs, share, count)
             inputs, targets = _batch.take((inputs, targets), index, found)
-            scale = (found * share[index]).rsqrt().to(like).unsqueeze(1)
+            scale = scale[index] * (found * share[index]).rsqrt().to(like).unsqueeze(1)
         return (source.residual, inputs, targets, scale), residual.shape[1]
 
     def balance(self) -> None:
@@ -290,7 +315,7 @@ class TermSource:
 
     def _row_length(self, source: _Source) -> float:
         """The mean square of a row of a term."""
-        part, _ = self._points(source, PROBE, by_residual=False)
+        part, _ = self._points(source, PROBE)
         part = _batch.part(part, slice(0, PROBE), len(part[3]))
         try:
             found = rows(self.model, None, part, forward=_run, fallback="autograd")

@@ -46,6 +46,7 @@ MOST_SAMPLES = 32768  # of a step: more take longer than they are worth
 COPIES = 6  # of the rows that a step holds at once, at most
 AVAILABLE = 0.5  # of the memory that is left: a step takes no more than this by itself
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
+DECLINE, EARLY = 6.0, 0.6  # of the weights of early times: at first, and the part of the budget that has them
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
 # what `resume` needs
 _COURSE = ("phase", "since", "rejected", "limited", "count", "most", "before", "wait", "rest")
@@ -99,6 +100,9 @@ class SolvingRun(Run):
 
     def advance(self) -> Callable[[], str | None]:
         self._decide()
+        if isinstance(self.source, TermSource) and self.source.time is not None:
+            share = self.limits.share(self.fit.steps, self.fit.seconds, 0.0)
+            self.source.decline = DECLINE * max(0.0, 1 - share / EARLY)
         if self.fit.steps in BALANCED_AT:
             self._draw(self.source.balance)
         while True:
