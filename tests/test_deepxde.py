@@ -336,6 +336,15 @@ def test_adam_has_a_turn_only_where_first_steps_of_a_new_model_gain_little(monke
     assert " ".join(turns[:3]) == expected
 
 
+def test_steps_of_all_turns_count(monkeypatch):
+    monkeypatch.setattr(deepxde, "ENOUGH", 0.0)  # each turn ends
+    monkeypatch.setattr(deepxde, "JUDGED", 4)
+    monkeypatch.setattr(deepxde._Run, "descend", lambda run, _: setattr(run, "turn_end", 0.0))
+    monkeypatch.setattr(deepxde, "TURNS", 1e9)
+    fit = woodbury.deepxde.fit(poisson("dirichlet"), seconds=60, steps=10, verbose=0)
+    assert (fit.steps, fit.reason, [own["step"] for own in fit.history]) == (10, "steps", list(range(1, 11)))
+
+
 def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
     run = deepxde._Run(poisson("dirichlet"), None, 0)
     run.begin()

@@ -94,7 +94,8 @@ def fit(
                 if turn > 0:
                     run.descend(turn)
                 turn, before = 4 * turn or 5 * run.length, result.history
-                result = _solving(run, problem, Limits(steps, seconds), points, weights).go(None)
+                limits = Limits(None if steps is None else steps - len(before), seconds)
+                result = _solving(run, problem, limits, points, weights).go(None)
                 for record in result.history:  # as steps of the whole fit
                     record["step"] += len(before)
                 result.best_step, result.history = result.best_step + len(before), before + result.history
