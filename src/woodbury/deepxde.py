@@ -60,8 +60,8 @@ def fit(
     Args:
         model: new, or trained before. It ends with the lowest training loss seen, by DeepXDE's own account.
         seconds, steps: where to stop, whichever comes first. With seconds, where the first Gauss-Newton steps of
-            a new model gain little, turns of the optimizer that it was compiled with follow; and where an
-            equation has a time, early times count more at first.
+            a new model gain little, turns of the optimizer that it was compiled with follow. Where an equation
+            has a time, early times count more in the first six tenths.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
         weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows; "auto"
