@@ -1,8 +1,10 @@
 """Models of DeepXDE: steps against dense matrices of its own losses, caches, refusals, what a fit leaves."""
 
+import math
 import os
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -319,6 +321,21 @@ def test_a_turn_of_adam_leaves_the_best_parameters_in_double():
     assert all(
         torch.equal(own, best.double()) for own, best in zip(run.solution.parameters(), run.best, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("losses", "end"), [([1.0], 50), ([0.91], 50), ([0.85, 0.8], 60), ([0.5**k for k in range(9)], 100)]
+)
+def test_a_turn_of_adam_goes_on_as_long_as_the_loss_falls_and_leaves_two_turns(monkeypatch, losses, end):
+    model, clock, course = poisson("dirichlet"), [0.0], iter(losses)
+    run = deepxde._Run(model, None, 0)
+    run.begin()
+    run.length, run.deadline, run.next_look, run.best_loss = 10.0, 120.0, math.inf, 1.0 + (len(losses) > 2)
+    monkeypatch.setattr(deepxde, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(model, "_train_step", lambda *batch: clock.insert(0, clock[0] + 1))
+    monkeypatch.setattr(run, "look", lambda: setattr(run, "best_loss", next(course)))
+    run.descend(50.0)
+    assert clock[0] == end and run.turn_end == end + 10
 
 
 @pytest.mark.parametrize(

@@ -195,17 +195,24 @@ class _Run:
         self.solution = Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
-        """A turn of the optimizer that the model was compiled with, from the best parameters so far."""
+        """A turn of the optimizer that the model was compiled with, from the best parameters so far.
+
+        It goes on as long as it takes a tenth off the loss, and leaves two turns of Gauss-Newton steps.
+        """
         state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
-        end = now + min(seconds, (self.deadline - now) / 2)
+        end, goes_on = now + min(seconds, (self.deadline - now) / 2), True
         self.cast(None, self.best)
         try:
-            while time.perf_counter() < end and not self.is_over:
-                self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
-                self.count_step()
+            while goes_on and not self.is_over:
+                before = self.best_loss
+                while time.perf_counter() < end and not self.is_over:
+                    self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
+                    self.count_step()
+                self.look()
+                end += self.length
+                goes_on = self.best_loss < ENOUGH * before and end <= self.deadline - 2 * self.length
         finally:
             self.model.opt.zero_grad()
-        self.look()
         self.cast(dtype, self.best)
         self.turn_end = time.perf_counter() + self.length
 

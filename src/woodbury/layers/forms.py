@@ -364,7 +364,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # From so many rows and columns on it pays to leave out half of a symmetric product, in strips: 4 to 12 on a CPU,
-# elsewhere of 320 rows or more and at most 16.
+# in float64 of half as many rows that are long, and elsewhere of 320 rows or more and at most 16.
 _HALVED_ON_CPU, _HALVED_ELSEWHERE = 256, 1024
 
 
@@ -385,7 +385,8 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _strips(a: Tensor) -> int:
     """In how many strips to form a a^T."""
     if a.is_cpu:
-        return min(max(a.shape[0] // 112, 4), 12) if min(a.shape) >= _HALVED_ON_CPU else 1
+        long = a.dtype == torch.float64 and 2 * a.shape[0] >= _HALVED_ON_CPU and a.shape[1] >= 4 * _HALVED_ON_CPU
+        return min(max(a.shape[0] // 112, 4), 12) if long or min(a.shape) >= _HALVED_ON_CPU else 1
     return min(a.shape[0] // 320, 16) if min(a.shape) >= _HALVED_ELSEWHERE else 1
 
 
