@@ -324,13 +324,19 @@ def test_a_turn_of_adam_leaves_the_best_parameters_in_double():
 
 
 @pytest.mark.parametrize(
-    ("losses", "end"), [([1.0], 50), ([0.91], 50), ([0.85, 0.8], 60), ([0.5**k for k in range(9)], 100)]
+    ("losses", "end"),
+    [
+        ([0.99, 0.98, 0.97, 0.96, 0.9], 50),  # twelve parts of ten seconds, five of them Adam's
+        ([0.99, 0.98, 0.97, 0.96, 0.8, 0.75], 60),  # it goes on,
+        ([0.8, 0.6, 0.5, 0.4, 0.33], 50),  # but not where it slows down,
+        ([0.9 ** (k * k) for k in range(1, 12)], 100),  # and leaves two of them
+    ],
 )
-def test_a_turn_of_adam_goes_on_as_long_as_the_loss_falls_and_leaves_two_turns(monkeypatch, losses, end):
+def test_a_turn_of_adam_goes_on_as_long_as_the_loss_falls_faster(monkeypatch, losses, end):
     model, clock, course = poisson("dirichlet"), [0.0], iter(losses)
     run = deepxde._Run(model, None, 0)
     run.begin()
-    run.length, run.deadline, run.next_look, run.best_loss = 10.0, 120.0, math.inf, 1.0 + (len(losses) > 2)
+    run.length, run.deadline, run.next_look, run.best_loss = 10.0, 120.0, math.inf, 1.0
     monkeypatch.setattr(deepxde, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(model, "_train_step", lambda *batch: clock.insert(0, clock[0] + 1))
     monkeypatch.setattr(run, "look", lambda: setattr(run, "best_loss", next(course)))

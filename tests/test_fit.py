@@ -126,6 +126,17 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
 
 
 @pytest.mark.parametrize(
+    ("size", "on_cpu", "expected"),
+    [
+        *[(5, True, 64), (100, True, 256), (1000, True, 1500), (9000, True, 4096)],
+        *[(100, False, 800), (1000, False, 2048), (5000, False, 7500), (5461, False, 8192), (5462, False, 4096)],
+    ],
+)
+def test_a_step_has_one_sample_and_a_half_per_parameter_at_first(size, on_cpu, expected):
+    assert solving.samples_at_first(size, on_cpu) == expected
+
+
+@pytest.mark.parametrize(
     ("samples", "sizes"),
     [
         (100, [(100, 2), (200, 2), (400, 8)]),  # up to 256 where there are 151 parameters, and once beyond

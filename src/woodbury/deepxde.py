@@ -38,7 +38,7 @@ FEWEST = 64  # points of the equation at first
 LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momentum makes up for the others
 STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "damping": PLAIN}
 LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
-TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer five, 20, ...
+TURNS, PARTS = 12, 5  # parts of the time: of them Gauss-Newton steps have one in a turn, Adam 5, 20, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 JUDGED = 16  # steps at least before they are: on a slow machine the first few take most of a turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
@@ -93,7 +93,7 @@ def fit(
             while result.reason == "callback" and not run.is_over:
                 if turn > 0:
                     run.descend(turn)
-                turn, before = 4 * turn or 5 * run.length, result.history
+                turn, before = 4 * turn or PARTS * run.length, result.history
                 limits = Limits(None if steps is None else steps - len(before), seconds)
                 result = _solving(run, problem, limits, points, weights).go(None)
                 for record in result.history:  # as steps of the whole fit
@@ -197,20 +197,23 @@ class _Run:
     def descend(self, seconds: float) -> None:
         """A turn of the optimizer that the model was compiled with, from the best parameters so far.
 
-        It goes on as long as it takes a tenth off the loss, and leaves two turns of Gauss-Newton steps.
+        It goes on as long as the loss falls faster and faster, and leaves two turns of Gauss-Newton steps.
         """
         state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
-        end, goes_on = now + min(seconds, (self.deadline - now) / 2), True
+        part, latest = min(seconds, (self.deadline - now) / 2) / PARTS, self.deadline - 2 * self.length
+        losses, is_faster = [self.best_loss] * 2, False
         self.cast(None, self.best)
         try:
-            while goes_on and not self.is_over:
-                before = self.best_loss
-                while time.perf_counter() < end and not self.is_over:
+            while not self.is_over and (len(losses) < PARTS + 2 or (is_faster and now + part <= latest)):
+                end = now + part
+                while now < end and not self.is_over:
                     self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
                     self.count_step()
+                    now = time.perf_counter()
                 self.look()
-                end += self.length
-                goes_on = self.best_loss < ENOUGH * before and end <= self.deadline - 2 * self.length
+                losses.append(self.best_loss)
+                first, second, third = losses[-3:]
+                is_faster = third < ENOUGH * second and third * first < second**2
         finally:
             self.model.opt.zero_grad()
         self.cast(dtype, self.best)

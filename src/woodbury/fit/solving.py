@@ -32,7 +32,9 @@ LOOKS_ON_DEVICE = dict.fromkeys(
 FAR = 1e-4  # follow, unless the loss is below this share of the first,
 WINDOW = 96  # twice as many at least, and on as long as this many
 WORTH = 0.5  # take so much off the logarithm of the loss
-LEAST, MOST, MOST_ON_DEVICE = 256, 4096, 8192  # samples of a step at first: 1.5 per parameter within these bounds
+# Samples of a step at first: 1.5 per parameter within these bounds. On a device MOST where these were more than
+# MOST_ON_DEVICE: the parameters outnumber the samples in any case, and steps on half of them take half the time.
+LEAST, MOST, MOST_ON_DEVICE = 256, 4096, 8192
 FEW = 256  # samples of terms on a CPU in the first steps, and in plain ones; twice as many in searched ones
 FEW_ON_DEVICE = 512  # on a device, where searched ones have 1.5 per parameter
 GROWTH = 2  # times the samples, where they limit the steps:
@@ -52,6 +54,13 @@ STALLED = 12  # searched steps in a row that were rejected: nothing moves any mo
 _COURSE = ("phase", "since", "rejected", "limited", "count", "most", "before", "wait", "rest")
 
 
+def samples_at_first(size: int, on_cpu: bool) -> int:
+    """How many for so many parameters, unless they do not fit into memory, or are the few of terms."""
+    wanted, fewest = round(1.5 * size), LEAST if on_cpu else 8 * LEAST
+    most = MOST if on_cpu or wanted > MOST_ON_DEVICE else MOST_ON_DEVICE
+    return min(max(wanted, fewest), most, max(64, MOST_ROWS * size))
+
+
 class SolvingRun(Run):
     """Plain steps, then steps with a search."""
 
@@ -69,8 +78,7 @@ class SolvingRun(Run):
         self.source = source
         self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
         on_cpu = self.device.type == "cpu"
-        fewest, most = (LEAST, MOST) if on_cpu else (8 * LEAST, MOST_ON_DEVICE)
-        usual = min(max(round(1.5 * self.size), fewest), most, max(64, MOST_ROWS * self.size))
+        usual = samples_at_first(self.size, on_cpu)
         self.most = min((MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size, MOST_SAMPLES)
         while usual > LEAST and not self._fits(usual):
             usual //= 2
