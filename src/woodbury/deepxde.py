@@ -197,14 +197,15 @@ class _Run:
     def descend(self, seconds: float) -> None:
         """A turn of the optimizer that the model was compiled with, from the best parameters so far.
 
-        It goes on as long as the loss falls faster and faster, and leaves two turns of Gauss-Newton steps.
+        It goes on where it has not gained a tenth, or gains that faster and faster: a plateau, or the end of one.
+        Two turns of Gauss-Newton steps are left.
         """
         state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
         part, latest = min(seconds, (self.deadline - now) / 2) / PARTS, self.deadline - 2 * self.length
-        losses, is_faster = [self.best_loss] * 2, False
+        losses, goes_on = [self.best_loss] * 2, False
         self.cast(None, self.best)
         try:
-            while not self.is_over and (len(losses) < PARTS + 2 or (is_faster and now + part <= latest)):
+            while not self.is_over and (len(losses) < PARTS + 2 or (goes_on and now + part <= latest)):
                 end = now + part
                 while now < end and not self.is_over:
                     self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
@@ -214,6 +215,7 @@ class _Run:
                 losses.append(self.best_loss)
                 first, second, third = losses[-3:]
                 is_faster = third < ENOUGH * second and third * first < second**2
+                goes_on = is_faster or third > ENOUGH * losses[0]
         finally:
             self.model.opt.zero_grad()
         self.cast(dtype, self.best)
