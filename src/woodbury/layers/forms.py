@@ -255,10 +255,11 @@ class ExplicitRows(RowForm):
         return ExplicitRows({name: rows for name, rows in self.rows.items() if name in names})
 
     def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
-        products = [
-            product(_flat(rows), _flat(other.rows[name]), dtype) * (1.0 if scales is None else scales[name])
-            for name, rows in self.rows.items()
-        ]
+        products = []
+        for name, rows in self.rows.items():
+            own = _flat(rows)
+            found = product(own, own if other is self else _flat(other.rows[name]), dtype)
+            products.append(found if scales is None else found * scales[name])
         return add_onto(torch.stack(products).sum(0), onto)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:

@@ -46,25 +46,33 @@ def expand(parameters: Mapping[str, Tensor], samples: int) -> tuple[list[Tensor]
 
 
 class _LinearMap(torch.autograd.Function):
-    """z_i = W_i x_i for x (n, ..., i) and copies (n, o, i) of one W: dz/dW_i is the outer product of h_i, x_i."""
+    """z_i = W_i x_i for x (n, ..., i) and copies (n, o, i) of one W: dz/dW_i is the outer product of h_i, x_i.
+
+    Or z_i = W_i^T x_i for x (n, ..., o): derivatives in W have its layout in either case.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weights)
-        return x @ weights[0].T
+        ctx.transposed = transposed
+        return x @ (weights[0] if transposed else weights[0].T)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (h,), (x, weights) = grads, ctx.saved_tensors
         to_x = to_weights = None
         if ctx.needs_input_grad[0]:
             again = torch.is_grad_enabled()  # the model differentiates this derivative once more
-            to_x = _LinearMap.apply(h, weights.transpose(1, 2)) if again else h @ weights[0]
+            if again:
+                to_x = _LinearMap.apply(h, weights, not ctx.transposed)
+            else:
+                to_x = h @ (weights[0].T if ctx.transposed else weights[0])
         if ctx.needs_input_grad[1]:
             h, x = h.flatten(1, -2) if h.dim() > 2 else h, x.flatten(1, -2) if x.dim() > 2 else x
+            h, x = (x, h) if ctx.transposed else (h, x)
             # (n, s, o) x (n, s, i) -> (n, o, i)
             to_weights = h.unsqueeze(2) * x.unsqueeze(1) if h.dim() == 2 else h.transpose(1, 2) @ x
-        return to_x, to_weights
+        return to_x, to_weights, None
 
 
 def _as_linear_map(func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -82,7 +90,7 @@ def _as_linear_map(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     ):
         return None
     rows = x.unflatten(0, (n, -1)) if len(x) > n else x
-    z: Tensor = _LinearMap.apply(rows, weights if func is F.linear else weights.transpose(1, 2))
+    z: Tensor = _LinearMap.apply(rows, weights, func is not F.linear)
     bias = args[2] if len(args) > 2 else None
     if isinstance(bias, Copies):
         bias = bias.as_subclass(Tensor)[(slice(None), *[None] * (z.dim() - 2))]
