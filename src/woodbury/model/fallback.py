@@ -241,7 +241,8 @@ class WrittenRows:
         grads = grads_of_many(outputs, leaves, columns.transpose(0, 1))
         rows: Parts = {}
         for (name, own), grad in zip(self.parameters.items(), grads, strict=True):
-            rows[name] = own.new_zeros(*columns.shape[:2], *own.shape) if grad is None else grad.transpose(0, 1)
+            found = own.new_zeros(columns.shape[1], samples, *own.shape) if grad is None else grad
+            rows[name] = found.as_subclass(Tensor).transpose(0, 1)  # not of the class that inputs may have
         return outputs.detach(), rows
 
     def by_func(self) -> tuple[Tensor, Parts]:
