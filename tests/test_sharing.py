@@ -887,7 +887,7 @@ def test_a_product_is_that_of_its_columns_whichever_way_torch_computes_it(sample
         torch.testing.assert_close(linear(v, weight, own).double(), expected, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("rows, columns", [(300, 260), (401, 257), (7, 500), (500, 7)])
+@pytest.mark.parametrize("rows, columns", [(300, 260), (401, 257), (130, 1030), (7, 500), (500, 7)])
 def test_a_symmetric_product_in_strips_is_the_whole_product(rows, columns):
     a = torch.randn(columns, rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64).t()
     first = torch.eye(rows, dtype=torch.float64)

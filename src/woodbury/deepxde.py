@@ -38,8 +38,10 @@ FEWEST = 64  # points of the equation at first
 LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momentum makes up for the others
 STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "damping": PLAIN}
 LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
-TURNS, PARTS = 12, 5  # parts of the time: of them Gauss-Newton steps have one in a turn, Adam 5, 20, ...
-ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
+TURNS, PARTS = 12, 5  # parts of the time: Gauss-Newton steps have one in a turn, the other optimizer 5, 20, ...
+# Of the loss, or less: in the second half of a turn of Gauss-Newton steps it makes that the last turn. A turn of
+# the other optimizer that takes off less has gained nothing.
+ENOUGH = 0.9
 JUDGED = 16  # steps at least before they are: on a slow machine the first few take most of a turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 
