@@ -297,7 +297,7 @@ def test_a_fit_is_never_worse_and_an_error_changes_nothing(monkeypatch):
             with torch.no_grad():
                 for own in self.run.solution.parameters():
                     own.add_(1.0)
-            self.run.note(None)
+            self.run.note(woodbury.Fit())
             return woodbury.Fit(reason="steps")
 
     monkeypatch.setattr(deepxde, "_solving", Spoiling)
@@ -385,7 +385,8 @@ def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
 
 def test_early_times_count_more_where_the_equation_has_a_time():
     run = deepxde._Run(heat(), None, 0)
-    solving = deepxde._solving(run, deepxde.Problem(heat()), deepxde.Limits(10), "as drawn", "given")
+    run.limits = deepxde.Limits(10)
+    solving = deepxde._solving(run, deepxde.Problem(heat()), "as drawn", "given")
     declines = []
     for _ in range(10):
         solving.advance()
@@ -395,12 +396,68 @@ def test_early_times_count_more_where_the_equation_has_a_time():
     assert woodbury.deepxde.fit(heat(), seconds=0, verbose=0).steps == 0  # without time
 
 
+@pytest.mark.parametrize(
+    ("middle", "loss", "steps", "expected"),
+    [
+        (0.2, 0.5, 32, True),
+        (0.2, 0.5, 19, False),  # too early to tell,
+        (0.2, 0.5, 36, False),  # or too late
+        (0.4, 0.5, 32, False),  # residuals are late, as they should be,
+        (0.02, 0.5, 32, False),  # or at the very start, as layers are
+        (0.2, 0.3, 32, False),  # the loss falls
+    ],
+)
+def test_a_fit_is_stuck_where_residuals_are_early_and_the_loss_stands_still(middle, loss, steps, expected):
+    run = deepxde._Run(heat(), None, 0)
+    run.begin()
+    run.limits, run.middles, run.starts = deepxde.Limits(100), [0.9] * 8 + [middle] * 16, 1
+    assert run.note(woodbury.Fit(history=[{"loss": 1.0}] * (steps - 16) + [{"loss": loss}] * 16)) == expected
+    assert run.is_stuck == expected
+
+
+def test_a_fit_that_is_stuck_begins_anew_with_new_weights(monkeypatch):
+    model, seen = heat(), []
+    model.train(iterations=5, verbose=0)
+    (rate,) = model.external_trainable_variables
+    given, known = [own.clone() for own in model.net.parameters()], rate.item()
+    before = model._outputs_losses(True, *model.data.train_next_batch())[1].sum()
+    begin, solve = deepxde._Run.begin_anew, deepxde._solving
+
+    def begin_anew(run):
+        begin(run)
+        own = list(run.model.net.parameters())
+        assert all(not torch.equal(one, other) for one, other in zip(own, given, strict=True))
+        assert (
+            all(float(one.detach().abs().max()) == 0 for one in own if one.dim() == 1)
+            and own[0].dtype == torch.float64
+        )
+        assert rate.item() == known
+
+    def solving(run, *rest):
+        found = solve(run, *rest)
+        seen.append((run.limits, found))
+        return found
+
+    monkeypatch.setattr(deepxde, "_solving", solving)
+    monkeypatch.setattr(deepxde._Run, "begin_anew", begin_anew)
+    monkeypatch.setattr(deepxde, "STUCK_IN", (-math.inf, math.inf))
+    monkeypatch.setattr(deepxde, "SLOW", 0.0)
+    fit = woodbury.deepxde.fit(model, seconds=60, steps=100, verbose=0)
+    (first, _), (second, solving), (third, _) = seen  # twice
+    assert (first.steps, second.steps, third.steps) == (100, 80, 64) and 60 >= first.seconds > third.seconds > 0
+    assert solving.fit.history[0]["samples"] > 0 and len(solving.source.middles) >= 16
+    assert [own["step"] for own in fit.history] == list(range(1, 101))
+    times = [own["seconds"] for own in fit.history]
+    assert times == sorted(times) and fit.reason == "steps" and fit.loss <= before
+
+
 def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(monkeypatch):
     model = poisson("dirichlet", loss_weights=[2.0, 5.0])
     run, problem = deepxde._Run(model, None, 0), deepxde.Problem(model)
-    small = deepxde._solving(run, problem, deepxde.Limits(3), "given", "given")
+    run.limits = deepxde.Limits(3)
+    small = deepxde._solving(run, problem, "given", "given")
     monkeypatch.setattr(deepxde, "LARGE", 3)
-    large = deepxde._solving(run, problem, deepxde.Limits(3), "given", "given")
+    large = deepxde._solving(run, problem, "given", "given")
     assert (small.count, large.count) == (256, 128) and small.optimizer.param_groups[0]["momentum"] == 0.0
     large.advance()
     optimizer, previous = large.optimizer, flatten(large.optimizer.state["momentum"])

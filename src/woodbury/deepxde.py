@@ -43,6 +43,10 @@ TURNS, PARTS = 12, 5  # parts of the time: Gauss-Newton steps have one in a turn
 # the other optimizer that takes off less has gained nothing.
 ENOUGH = 0.9
 JUDGED = 16  # steps at least before they are: on a slow machine the first few take most of a turn
+# Early times count more, so that residuals are late, unless a path has left the solution early for one where
+# nothing happens. Where half of their squares is in this part of the time (before it are layers at the start) and
+# the loss does not fall to SLOW in as many steps, the fit begins anew, in this part of its budget, twice at most.
+STUCK_IN, STUCK_AT, SLOW, STARTS = (0.05, 0.3), (0.2, 0.35), 0.4, 2
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 
 
@@ -90,16 +94,21 @@ def fit(
         if seconds is not None:
             run.length = seconds / TURNS * (is_new and not dde.optimizers.is_external_optimizer(model.opt_name))
             run.deadline, run.turn_end = run.started + seconds, run.started + (run.length or math.inf)
+        run.starts = STARTS * (problem.time is not None)
         run.pause, turn, result = (seconds or 0.0) / LOOKS, 0.0, Fit(reason="callback")
         try:
             while result.reason == "callback" and not run.is_over:
-                if turn > 0:
+                if run.is_stuck:
+                    run.begin_anew()
+                elif turn > 0:
                     run.descend(turn)
                 turn, before = 4 * turn or PARTS * run.length, result.history
-                limits = Limits(None if steps is None else steps - len(before), seconds)
-                result = _solving(run, problem, limits, points, weights).go(None)
+                left = None if seconds is None else max(0.0, run.deadline - run.begun)
+                run.limits = Limits(None if steps is None else steps - len(before), left)
+                result = _solving(run, problem, points, weights).go(None)
                 for record in result.history:  # as steps of the whole fit
                     record["step"] += len(before)
+                    record["seconds"] += run.begun - run.started
                 result.best_step, result.history = result.best_step + len(before), before + result.history
         except KeyboardInterrupt:  # which ends the fit as its time does
             result.reason = "interrupted"
@@ -113,17 +122,18 @@ def fit(
     )
 
 
-def _solving(run: _Run, problem: Problem, limits: Limits, points: str, weights: str) -> SolvingRun:
+def _solving(run: _Run, problem: Problem, points: str, weights: str) -> SolvingRun:
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
     source = TermSource(run.solution, terms, by_residual=points == "by residual", time=problem.time)
+    run.middles = source.middles
     is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
     settings, few = (LARGE_STEPS, FEW // 2) if is_large else (STEPS, FEW)
     optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **settings)
     few = max(few // max(1, problem.equations), FEWEST)
-    solving = SolvingRun(optimizer, source, limits=limits, seed=None, callback=run.note, samples=few)
-    solving.fit.seconds = time.perf_counter() - run.started
+    solving = SolvingRun(optimizer, source, limits=run.limits, seed=None, callback=run.note, samples=few)
+    solving.fit.seconds = time.perf_counter() - run.begun
     solving.begin_plain(most=4 * FEW)
     return solving
 
@@ -182,6 +192,8 @@ class _Run:
         self.best_loss, self.best = math.inf, self.first
         self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
         self.length, self.turn_end, self.is_over = 0.0, math.inf, False
+        self.begun, self.limits, self.middles = self.started, Limits(), list[float]()
+        self.starts, self.is_stuck = 0, False
         self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
@@ -204,7 +216,7 @@ class _Run:
         """
         state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
         part, latest = min(seconds, (self.deadline - now) / 2) / PARTS, self.deadline - 2 * self.length
-        losses, goes_on = [self.best_loss] * 2, False
+        losses, goes_on, self.starts = [self.best_loss] * 2, False, 0
         self.cast(None, self.best)
         try:
             while not self.is_over and (len(losses) < PARTS + 2 or (goes_on and now + part <= latest)):
@@ -222,6 +234,18 @@ class _Run:
             self.model.opt.zero_grad()
         self.cast(dtype, self.best)
         self.turn_end = time.perf_counter() + self.length
+
+    def begin_anew(self) -> None:
+        """With Linear layers as before training (Glorot), and what is left of the time as the whole of it."""
+        if self.verbose:
+            print("Residuals are at early times and stay there: the fit begins anew with new weights")
+        self.cast(self.dtype, self.first)
+        for own in self.model.net.modules():
+            if isinstance(own, nn.Linear):
+                nn.init.xavier_normal_(own.weight)
+                if own.bias is not None:
+                    nn.init.zeros_(own.bias)
+        self.begun, self.is_stuck, self.starts = time.perf_counter(), False, self.starts - 1
 
     @contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
@@ -268,14 +292,19 @@ class _Run:
                 self.callbacks.on_epoch_end()
         self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
 
-    def note(self, fit: Any) -> bool:
+    def note(self, fit: Fit) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
         self.count_step()
-        if self.is_over or time.perf_counter() < self.turn_end or len(fit.history) < JUDGED:
+        if self.is_over or len(fit.history) < JUDGED:
             return self.is_over
-        self.turn_end = math.inf
+        course = [record["loss"] for record in fit.history]
+        if self.starts > 0 and STUCK_AT[0] <= self.limits.share(len(course), fit.seconds, 0.0) <= STUCK_AT[1]:
+            stays = median(course[-JUDGED:]) > SLOW * median(course[-2 * JUDGED : -JUDGED] or course)
+            self.is_stuck = stays and STUCK_IN[0] < median(self.middles[-JUDGED:]) < STUCK_IN[1]
+        if self.is_stuck or time.perf_counter() < self.turn_end:
+            return self.is_stuck
+        self.turn_end, quarter = math.inf, len(course) // 4
         self.look()
-        course, quarter = [record["loss"] for record in fit.history], len(fit.history) // 4
         return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter])
 
     def give_back(self, values: Sequence[Tensor]) -> None:

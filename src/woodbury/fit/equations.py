@@ -179,14 +179,17 @@ class _Source:
         return values.detach()
 
 
-def early_weights(times: Tensor, squares: Tensor, decline: float) -> Tensor:
-    """w, as above, of points at these times (n,), the first to the last, with these |r|^2 (n,); `decline` is a."""
+def early_weights(times: Tensor, squares: Tensor, decline: float) -> tuple[Tensor, float]:
+    """w, as above, of points at these times (n,), the first to the last, with these |r|^2 (n,); `decline` is a.
+
+    And the u by which half of the sum is reached.
+    """
     times = times - times.min()
     times, order = times / times.max().clamp(min=torch.finfo(times.dtype).tiny), times.argsort()
     sums = nn.functional.pad(squares[order].cumsum(0), (1, 0))  # of none, of the first, ..., of all
     before = sums[torch.searchsorted(times[order], times)] / sums[-1].clamp(min=torch.finfo(sums.dtype).tiny)
     weights = torch.exp(-decline * (times + before))
-    return weights / weights.mean()
+    return weights / weights.mean(), float(times[order][torch.searchsorted(sums[1:], sums[-1] / 2)])
 
 
 def _take(inputs: Any, share: Tensor, count: int) -> Tensor:
@@ -227,6 +230,7 @@ class TermSource:
     weights: dict[str, float] = field(default_factory=dict)
     time: int | None = None  # the column of the first term that is the time
     decline: float = 0.0  # a
+    middles: list[float] = field(default_factory=list)  # u with C(u) = C(1) / 2, of each batch with weights w
     forward = staticmethod(_run)
 
     @property
@@ -286,7 +290,9 @@ class TermSource:
         residual = source.evaluate(self.model, inputs, targets, found, like)
         scale = like.new_ones(found, 1)
         if decline and source.name == next(iter(self.sources)):
-            scale = early_weights(inputs[:, self.time], residual.square().sum(1), decline).sqrt().unsqueeze(1)
+            weights, middle = early_weights(inputs[:, self.time], residual.square().sum(1), decline)
+            self.middles.append(middle)
+            scale = weights.sqrt().unsqueeze(1)
             residual = residual * scale
             source.mean_square = float(residual.square().mean())
         if chosen:
