@@ -44,9 +44,10 @@ TURNS, PARTS = 12, 5  # parts of the time: Gauss-Newton steps have one in a turn
 ENOUGH = 0.9
 JUDGED = 16  # steps at least before they are: on a slow machine the first few take most of a turn
 # Early times count more, so that residuals are late, unless a path has left the solution early for one where
-# nothing happens. Where half of their squares is in this part of the time (before it are layers at the start) and
-# the loss does not fall to SLOW in as many steps, the fit begins anew, in this part of its budget, twice at most.
-STUCK_IN, STUCK_AT, SLOW, STARTS = (0.05, 0.3), (0.2, 0.35), 0.4, 2
+# nothing happens. In this part of its budget a fit begins anew, twice at most, where the loss has not fallen to
+# SLOW in JUDGED steps, and half of the squares is before EARLY times the share of the budget that is used up, but
+# not in a layer at the start.
+STUCK_AT, SLOW, LAYER, EARLY, STARTS = (0.2, 0.35), 0.4, 0.05, 1.25, 2
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 
 
@@ -298,9 +299,10 @@ class _Run:
         if self.is_over or len(fit.history) < JUDGED:
             return self.is_over
         course = [record["loss"] for record in fit.history]
-        if self.starts > 0 and STUCK_AT[0] <= self.limits.share(len(course), fit.seconds, 0.0) <= STUCK_AT[1]:
+        share = self.limits.share(len(course), fit.seconds, 0.0) if self.starts > 0 else 0.0
+        if STUCK_AT[0] <= share <= STUCK_AT[1]:
             stays = median(course[-JUDGED:]) > SLOW * median(course[-2 * JUDGED : -JUDGED] or course)
-            self.is_stuck = stays and STUCK_IN[0] < median(self.middles[-JUDGED:]) < STUCK_IN[1]
+            self.is_stuck = stays and LAYER < median(self.middles[-JUDGED:]) < EARLY * share
         if self.is_stuck or time.perf_counter() < self.turn_end:
             return self.is_stuck
         self.turn_end, quarter = math.inf, len(course) // 4
