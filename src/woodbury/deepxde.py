@@ -68,7 +68,8 @@ def fit(
         model: new, or trained before. It ends with the lowest training loss seen, by DeepXDE's own account.
         seconds, steps: where to stop, whichever comes first. With seconds, where the first Gauss-Newton steps of
             a new model gain little, turns of the optimizer that it was compiled with follow. Where an equation
-            has a time, early times count more in the first six tenths.
+            has a time, early times count more in the first six tenths; if residuals stay there all the same, the
+            fit begins anew with new weights.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
         weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows; "auto"
