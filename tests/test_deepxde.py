@@ -216,12 +216,17 @@ REFUSED = {
     "regularizer": lambda: poisson(
         net=dde.nn.FNN([2, 3, 1], "tanh", "Glorot normal", regularization=["l2", 1e-3])
     ),
+    "loss_weights must not be negative": lambda: poisson("dirichlet", loss_weights=[1.0, -1.0]),
     "PDEPointResampler": poisson,
     "use": poisson,
+    "seconds must not be negative": poisson,
+    "seconds must be finite": poisson,
 }
 SETTINGS = {
     "PDEPointResampler": {"callbacks": [dde.callbacks.PDEPointResampler()]},
     "use": {"points": "everywhere"},
+    "seconds must not be negative": {"seconds": -1.0},
+    "seconds must be finite": {"seconds": math.nan},
 }
 
 
@@ -397,23 +402,26 @@ def test_early_times_count_more_where_the_equation_has_a_time():
 
 
 @pytest.mark.parametrize(
-    ("middle", "loss", "steps", "expected"),
+    ("middle", "loss", "steps", "square", "expected"),
     [
-        (0.2, 0.5, 32, True),
-        (0.39, 0.5, 32, True),
-        (0.41, 0.5, 32, False),  # residuals are late, as they should be,
-        (0.02, 0.5, 32, False),  # or at the very start, as layers are
-        (0.2, 0.3, 32, False),  # the loss falls
-        (0.2, 0.5, 19, False),  # too early to tell
-        (0.2, 0.5, 36, False),  # too late
+        (0.2, 0.5, 32, 2e-5, True),
+        (0.39, 0.5, 32, 2e-5, True),
+        (0.41, 0.5, 32, 2e-5, False),  # residuals are late, as they should be,
+        (0.02, 0.5, 32, 2e-5, False),  # or at the very start, as layers are,
+        (0.2, 0.5, 32, 5e-6, False),  # or small
+        (0.2, 0.3, 32, 2e-5, False),  # the loss falls
+        (0.2, 0.5, 31, 2e-5, False),  # too few steps to tell
+        (0.2, 0.5, 36, 2e-5, False),  # too late
     ],
 )
-def test_a_fit_is_stuck_where_residuals_are_early_and_the_loss_stands_still(middle, loss, steps, expected):
+def test_a_fit_is_stuck_where_residuals_are_early_and_the_loss_stands_still(middle, loss, steps, square, expected):
     run = deepxde._Run(heat(), None, 0)
     run.begin()
-    run.limits, run.middles, run.starts = deepxde.Limits(100), [0.9] * 8 + [middle] * 16, 1
-    assert run.note(woodbury.Fit(history=[{"loss": 1.0}] * (steps - 16) + [{"loss": loss}] * 16)) == expected
-    assert run.is_stuck == expected
+    run.limits, run.middles = deepxde.Limits(100), [0.9] * 8 + [middle] * 16
+    run.starts, run.scale = 1, 1.0
+    terms = {"terms": {"equation": square}}
+    history = [{"loss": 1.0, **terms}] * (steps - 16) + [{"loss": loss, **terms}] * 16
+    assert run.note(woodbury.Fit(history=history)) == expected == run.is_stuck
 
 
 def test_a_fit_that_is_stuck_begins_anew_with_new_weights(monkeypatch):
@@ -427,11 +435,13 @@ def test_a_fit_that_is_stuck_begins_anew_with_new_weights(monkeypatch):
     def begin_anew(run):
         begin(run)
         own = list(run.model.net.parameters())
-        assert all(not torch.equal(one, other) for one, other in zip(own, given, strict=True))
-        assert (
-            all(float(one.detach().abs().max()) == 0 for one in own if one.dim() == 1)
-            and own[0].dtype == torch.float64
-        )
+        assert [torch.equal(one, other) for one, other in zip(own, given, strict=True)] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        assert float(own[1].detach().abs().max()) == 0 and own[0].dtype == torch.float64
         assert rate.item() == known
 
     def solving(run, *rest):
@@ -441,16 +451,49 @@ def test_a_fit_that_is_stuck_begins_anew_with_new_weights(monkeypatch):
 
     monkeypatch.setattr(deepxde, "_solving", solving)
     monkeypatch.setattr(deepxde._Run, "begin_anew", begin_anew)
-    monkeypatch.setattr(deepxde, "LAYER", -1.0)
-    monkeypatch.setattr(deepxde, "EARLY", math.inf)
-    monkeypatch.setattr(deepxde, "SLOW", 0.0)
-    fit = woodbury.deepxde.fit(model, seconds=60, steps=100, verbose=0)
+    for name, value in {"LAYER": -1.0, "EARLY": math.inf, "SLOW": 0.0, "SOLVED": 0.0}.items():
+        monkeypatch.setattr(deepxde, name, value)
+    model.net.linears[1].weight.requires_grad_(False)  # stays what it is
+    fit = woodbury.deepxde.fit(model, seconds=60, steps=300, verbose=0)
     (first, _), (second, solving), (third, _) = seen  # twice
-    assert (first.steps, second.steps, third.steps) == (100, 80, 64) and 60 >= first.seconds > third.seconds > 0
-    assert solving.fit.history[0]["samples"] > 0 and len(solving.source.middles) >= 16
-    assert [own["step"] for own in fit.history] == list(range(1, 101))
+    assert (first.steps, second.steps, third.steps) == (300, 240, 192) and 60 >= first.seconds > third.seconds > 0
+    assert solving.source.decline > 0 and len(solving.source.middles) >= 48
+    assert [own["step"] for own in fit.history] == list(range(1, 301)) and fit.steps == 300
     times = [own["seconds"] for own in fit.history]
     assert times == sorted(times) and fit.reason == "steps" and fit.loss <= before
+
+
+def test_a_fit_never_begins_anew_where_no_layer_is_known_or_nothing_depends_on_time(monkeypatch):
+    seen = []
+    monkeypatch.setattr(deepxde._Run, "end", lambda run: seen.append((run.starts, run.scale > 0)))
+    frozen = heat()
+    for layer in frozen.net.linears:
+        layer.weight.requires_grad_(False)
+    for model in (heat(), frozen, poisson("dirichlet")):
+        woodbury.deepxde.fit(model, seconds=None, steps=1, verbose=0)
+    assert seen == [(2, True), (0, False), (0, False)]
+
+
+@pytest.mark.parametrize(("end", "start", "expected"), [(1.0, False, None), (1.0, True, -1), (0.5, False, -1)])
+def test_early_times_do_not_count_more_where_conditions_are_at_the_end(end, start, expected):
+    geometry = dde.geometry.GeometryXTime(dde.geometry.Interval(0, 1), dde.geometry.TimeDomain(0, 1))
+    conditions = [dde.icbc.PointSetBC(np.array([[0.2, end], [0.4, end]]), np.zeros((2, 1)))]
+    if start:
+        conditions.append(dde.icbc.IC(geometry, lambda x: 0, lambda _, on: on))
+    data = dde.data.TimePDE(geometry, lambda x, y: y, conditions, num_domain=5, num_initial=3)
+    assert deepxde.Problem(compiled(data)).time == expected
+
+
+def test_the_best_step_is_the_one_that_led_to_the_parameters():
+    model, seen = poisson("dirichlet"), []
+
+    class Seeing(dde.callbacks.Callback):
+        def on_epoch_end(self):
+            seen.append([own.detach().clone() for own in self.model.net.parameters()])
+
+    fit = woodbury.deepxde.fit(model, seconds=None, steps=30, verbose=0, callbacks=[Seeing()])
+    best = seen[fit.best_step - 1]
+    assert all(torch.equal(own, other) for own, other in zip(model.net.parameters(), best, strict=True))
 
 
 def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(monkeypatch):

@@ -208,6 +208,7 @@ WRONG = {
         "'odd' has targets of shape",
     ),
     "nan points": ((lambda count: points(count) * float("nan"), run_model), "'odd'.*nan"),
+    "other type": ((lambda count: points(count).float(), run_model), "'odd'.*dtype"),
     "mixed samples": ((points, lambda m, x: m(x) - m(x).mean()), "'odd'.*mixes the samples"),
 }
 

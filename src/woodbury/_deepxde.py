@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import deepxde as dde
@@ -98,10 +99,19 @@ class Problem:
         self.equations = len(losses) - len(self.data.bcs)
         weights = 1.0 if model.loss_weights is None else model.loss_weights
         self.weights = np.broadcast_to(np.asarray(weights, float), len(losses)).tolist()
+        if min(self.weights) < 0:
+            raise ValueError(f"deepxde.fit: loss_weights must not be negative, got {self.weights}")
         self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
         domain = getattr(self.data.geom, "timedomain", self.data.geom)
         has_time = isinstance(domain, dde.geometry.TimeDomain) and self.equations
-        self.time = -1 if has_time else None  # the column of the equation that is the time
+        # the column of the equation that is the time, unless its only conditions in time are at the end
+        self.time = -1 if has_time and not self._runs_back(domain) else None
+
+    def _runs_back(self, domain: Any) -> bool:
+        ends, x = np.cumsum([0, *self.data.num_bcs]), self.data.train_x
+        times = [x[start:end, -1] for start, end in pairwise(ends) if end > start]
+        at_start, at_end = (any(np.isclose(own, t).all() for own in times) for t in (domain.t0, domain.t1))
+        return at_end and not at_start
 
     def terms(self, solution: Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:
         """(source, function, weight) of the equation and of every condition, for `Equations`."""

@@ -46,8 +46,8 @@ JUDGED = 16  # steps at least before they are: on a slow machine the first few t
 # Early times count more, so that residuals are late, unless a path has left the solution early for one where
 # nothing happens. In this part of its budget a fit begins anew, twice at most, where the loss has not fallen to
 # SLOW in JUDGED steps, and half of the squares is before EARLY times the share of the budget that is used up, but
-# not in a layer at the start.
-STUCK_AT, SLOW, LAYER, EARLY, STARTS = (0.2, 0.35), 0.4, 0.05, 1.25, 2
+# not in a layer at the start. Where their mean is below SOLVED of that of a new network it is the solution itself.
+STUCK_AT, SLOW, LAYER, EARLY, SOLVED, STARTS = (0.2, 0.35), 0.4, 0.05, 1.25, 1e-5, 2
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 
 
@@ -81,11 +81,15 @@ def fit(
     """
     if (seconds is None and steps is None) or points not in POINTS or weights not in WEIGHTS:
         raise ValueError(f"deepxde.fit: use seconds= or steps=, points= of {POINTS}, weights= of {WEIGHTS}")
+    Limits(steps, seconds)  # raises where these are no numbers
     _check_model(model, callbacks)
     run, is_new = _Run(model, callbacks, verbose), model.train_state.step == 0
     try:
         problem = Problem(model)
         _check_losses(problem, run)
+        if problem.time is not None and run.layers:
+            with run.holding(run.renewed(torch.Generator().manual_seed(0))):
+                run.starts, run.scale = STARTS, problem.losses(run.solution)["equation"]
         run.begin()
         if double:
             run.cast(torch.float64, run.first)
@@ -96,7 +100,6 @@ def fit(
         if seconds is not None:
             run.length = seconds / TURNS * (is_new and not dde.optimizers.is_external_optimizer(model.opt_name))
             run.deadline, run.turn_end = run.started + seconds, run.started + (run.length or math.inf)
-        run.starts = STARTS * (problem.time is not None)
         run.pause, turn, result = (seconds or 0.0) / LOOKS, 0.0, Fit(reason="callback")
         try:
             while result.reason == "callback" and not run.is_over:
@@ -111,7 +114,7 @@ def fit(
                 for record in result.history:  # as steps of the whole fit
                     record["step"] += len(before)
                     record["seconds"] += run.begun - run.started
-                result.best_step, result.history = result.best_step + len(before), before + result.history
+                result.history = before + result.history
         except KeyboardInterrupt:  # which ends the fit as its time does
             result.reason = "interrupted"
         run.end()
@@ -119,9 +122,8 @@ def fit(
         run.give_back(run.best if isinstance(error, KeyboardInterrupt) else run.first)
         raise
     result.reason = "seconds" if time.perf_counter() > run.deadline else result.reason
-    return replace(
-        result, loss=run.best_loss, steps=len(result.history), seconds=time.perf_counter() - run.started
-    )
+    spent, steps = time.perf_counter() - run.started, len(result.history)
+    return replace(result, loss=run.best_loss, best_step=run.best_step, steps=steps, seconds=spent)
 
 
 def _solving(run: _Run, problem: Problem, points: str, weights: str) -> SolvingRun:
@@ -191,11 +193,15 @@ class _Run:
         self.tensors = [*model.net.parameters(), *model.net.buffers(), *model.external_trainable_variables]
         self.needs = [own.requires_grad for own in self.tensors]
         self.first = [own.data for own in self.tensors]
+        self.layers = [
+            own for own in model.net.modules() if isinstance(own, nn.Linear) and own.weight.requires_grad
+        ]
         self.best_loss, self.best = math.inf, self.first
+        self.steps = self.best_step = 0  # of Gauss-Newton
         self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
         self.length, self.turn_end, self.is_over = 0.0, math.inf, False
         self.begun, self.limits, self.middles = self.started, Limits(), list[float]()
-        self.starts, self.is_stuck = 0, False
+        self.starts, self.is_stuck, self.scale = 0, False, 0.0
         self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
@@ -237,16 +243,22 @@ class _Run:
         self.cast(dtype, self.best)
         self.turn_end = time.perf_counter() + self.length
 
+    def renewed(self, generator: torch.Generator | None = None) -> list[Tensor]:
+        """The given values, but Linear layers that are trained as before training (Glorot)."""
+        values = {id(own): first for own, first in zip(self.tensors, self.first, strict=True)}
+        for own in self.layers:
+            weight = torch.empty(own.weight.shape, device="cpu")
+            given = values[id(own.weight)]
+            values[id(own.weight)] = nn.init.xavier_normal_(weight, generator=generator).to(given)
+            if own.bias is not None:
+                values[id(own.bias)] = torch.zeros_like(values[id(own.bias)])
+        return list(values.values())
+
     def begin_anew(self) -> None:
-        """With Linear layers as before training (Glorot), and what is left of the time as the whole of it."""
+        """With new weights, and with what is left of the time as the whole of it."""
         if self.verbose:
             print("Residuals are at early times and stay there: the fit begins anew with new weights")
-        self.cast(self.dtype, self.first)
-        for own in self.model.net.modules():
-            if isinstance(own, nn.Linear):
-                nn.init.xavier_normal_(own.weight)
-                if own.bias is not None:
-                    nn.init.zeros_(own.bias)
+        self.cast(self.dtype, self.renewed())
         self.begun, self.is_stuck, self.starts = time.perf_counter(), False, self.starts - 1
 
     @contextmanager
@@ -271,6 +283,7 @@ class _Run:
         loss = float(np.sum(self.model.train_state.loss_train))
         if loss < self.best_loss:
             self.best_loss, self.best = loss, [own.data.clone() for own in self.tensors]
+            self.best_step = self.steps
         self.next_look = time.perf_counter() + self.pause
 
     def begin(self) -> None:
@@ -296,19 +309,25 @@ class _Run:
 
     def note(self, fit: Fit) -> bool:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
+        self.steps += 1
         self.count_step()
         if self.is_over or len(fit.history) < JUDGED:
             return self.is_over
         course = [record["loss"] for record in fit.history]
-        share = self.limits.share(len(course), fit.seconds, 0.0) if self.starts > 0 else 0.0
-        if STUCK_AT[0] <= share <= STUCK_AT[1]:
-            stays = median(course[-JUDGED:]) > SLOW * median(course[-2 * JUDGED : -JUDGED] or course)
-            self.is_stuck = stays and LAYER < median(self.middles[-JUDGED:]) < EARLY * share
+        if self.starts > 0 and len(course) >= 2 * JUDGED:
+            self.is_stuck = self._is_stuck(course, fit)
         if self.is_stuck or time.perf_counter() < self.turn_end:
             return self.is_stuck
         self.turn_end, quarter = math.inf, len(course) // 4
         self.look()
         return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter])
+
+    def _is_stuck(self, course: Sequence[float], fit: Fit) -> bool:
+        share = self.limits.share(len(course), fit.seconds, 0.0)
+        stays = median(course[-JUDGED:]) > SLOW * median(course[-2 * JUDGED : -JUDGED])
+        is_early = LAYER < median(self.middles[-JUDGED:]) < EARLY * share
+        found = median(record["terms"]["equation"] for record in fit.history[-JUDGED:])
+        return STUCK_AT[0] <= share <= STUCK_AT[1] and stays and is_early and found > SOLVED * self.scale
 
     def give_back(self, values: Sequence[Tensor]) -> None:
         """Leave these values, in their own type and where they were."""

@@ -174,8 +174,13 @@ class _Source:
             with torch.no_grad():
                 values: Tensor = self.replays(key, run, *batch)
         except RuntimeError:  # it differentiates the model by torch.autograd.grad
-            with torch.enable_grad():
-                values = self.replays(key, run, *batch)
+            try:
+                with torch.enable_grad():
+                    values = self.replays(key, run, *batch)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise ValueError(f"fit: term {self.name!r}: {error}") from error
         return values.detach()
 
 
