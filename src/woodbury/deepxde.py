@@ -46,7 +46,7 @@ JUDGED = 16  # steps at least before they are: on a slow machine the first few t
 # Early times count more, so that residuals are late, unless a path has left the solution early for one where
 # nothing happens. In this part of its budget a fit begins anew, twice at most, where the loss has not fallen to
 # SLOW in JUDGED steps, and half of the squares is before EARLY times the share of the budget that is used up, but
-# not in a layer at the start. Where their mean is below SOLVED of that of a new network it is the solution itself.
+# not in a layer at the start. Where their mean is below SOLVED of the loss of a new network, it is the solution.
 STUCK_AT, SLOW, LAYER, EARLY, SOLVED, STARTS = (0.2, 0.35), 0.4, 0.05, 1.25, 1e-5, 2
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 
@@ -89,7 +89,7 @@ def fit(
         _check_losses(problem, run)
         if problem.time is not None and run.layers:
             with run.holding(run.renewed(torch.Generator().manual_seed(0))):
-                run.starts, run.scale = STARTS, problem.losses(run.solution)["equation"]
+                run.starts, run.scale = STARTS, sum(problem.losses(run.solution).values())
         run.begin()
         if double:
             run.cast(torch.float64, run.first)
