@@ -88,7 +88,7 @@ def fit(
         problem = Problem(model)
         _check_losses(problem, run)
         if problem.time is not None and run.layers:
-            with run.holding(run.renewed(torch.Generator().manual_seed(0))):
+            with run.holding(run.renewed(torch.Generator(device="cpu").manual_seed(0))):
                 run.starts, run.scale = STARTS, sum(problem.losses(run.solution).values())
         run.begin()
         if double:
@@ -250,7 +250,7 @@ class _Run:
             weight = torch.empty(own.weight.shape, device="cpu")
             given = values[id(own.weight)]
             values[id(own.weight)] = nn.init.xavier_normal_(weight, generator=generator).to(given)
-            if own.bias is not None:
+            if own.bias is not None and own.bias.requires_grad:
                 values[id(own.bias)] = torch.zeros_like(values[id(own.bias)])
         return list(values.values())
 
