@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,10 +31,16 @@ POINTS, RATE = 2048, 3e-3  # of the rivals
 GOALS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
-def by_fit(problem: Problem, seconds: float, note: Callable[[float], None]) -> dict[str, float]:
+def by_fit(
+    problem: Problem, seconds: float, note: Callable[[float], None], weight: float | None = None
+) -> dict[str, float]:
+    """With this weight of all terms but the first, or with balanced ones."""
+    terms = dict(problem.terms)
+    if weight is not None:
+        terms |= {name: (*term, weight) for name, term in list(terms.items())[1:]}
     fit = woodbury.fit(
         problem.model,
-        woodbury.Equations(**problem.terms),
+        woodbury.Equations(**terms),
         seconds=seconds,
         progress=False,
         callback=lambda fit: note(fit.seconds),
@@ -116,6 +123,8 @@ METHODS: dict[str, Callable[[Problem, float, Callable[[float], None]], dict[str,
     "soap": Descent(soap, None),
     "adam + ssbroyden": Descent(adam, ssbroyden),
 }
+WEIGHTS = (1.0, 10.0, 100.0)
+METHODS |= {f"weight {weight:g}": partial(by_fit, weight=weight) for weight in WEIGHTS}
 PACKAGES = {"soap": "pytorch_optimizer", "adam + ssbroyden": "scimba_torch"}
 
 
@@ -134,9 +143,12 @@ def solve(name: str, method: str, device: str, seconds: float, seed: int) -> dic
     return {"seed": seed, "error": problem.error(problem.model), "reached": reached, **counts}
 
 
-def _installed() -> list[str]:
+def _methods(options: argparse.Namespace) -> list[str]:
+    """Those asked for whose packages are installed."""
     missing = {method for method, package in PACKAGES.items() if importlib.util.find_spec(package) is None}
-    return [method for method in METHODS if method not in missing]
+    fixed = {f"weight {weight:g}" for weight in WEIGHTS}
+    asked = {"fit"} | (fixed if options.weights else set()) | (set(METHODS) - fixed if options.rivals else set())
+    return [method for method in METHODS if method in asked - missing]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -146,7 +158,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     chosen = [name for name in PROBLEMS if any(word in name for word in options.only)] or list(PROBLEMS)
     results: dict[str, Any] = {}
     for name in chosen:
-        for method in _installed() if options.rivals else ["fit"]:
+        for method in _methods(options):
             seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
             runs = [solve(name, method, device, options.seconds, seed) for seed in seeds]
             results.setdefault(name, {})[method] = runs
@@ -176,8 +188,10 @@ def _with_figure(results: dict[str, Any], options: argparse.Namespace) -> dict[s
     with matplotlib.rc_context(STYLE):
         figure, panel = pyplot.subplots(figsize=(7.5, 0.6 + 0.36 * len(results)), layout="constrained")
         for place, methods in enumerate(results.values()):
-            for method, runs in methods.items():
-                label, marker, colour = LOOKS[method]
+            for method, (label, marker, colour) in LOOKS.items():
+                runs = methods.get(method, [])
+                if not runs:
+                    continue
                 errors = [run["error"] for run in runs]
                 panel.plot([min(errors), max(errors)], [place, place], color=colour, linewidth=1.5, alpha=0.5)
                 size = 9 if method == "fit" else 6
@@ -209,6 +223,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="where to compute (default: %(default)s)")
     parser.add_argument(
         "--rivals", action="store_true", help="Adam and L-BFGS beside it, SOAP and SSBroyden where installed"
+    )
+    parser.add_argument(
+        "--weights", action="store_true", help="conditions with the weights 1, 10 and 100 beside it"
     )
     parser.add_argument("--figure", metavar="PNG", help="draw the errors into this file (matplotlib)")
     parser.add_argument("--read", metavar="JSON", help="results of --json, in place of new runs")

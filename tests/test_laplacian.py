@@ -139,7 +139,7 @@ def test_hooks_replaced_forwards_and_layers_used_twice_are_part_of_the_model():
 def test_weights_of_the_second_derivatives(make):
     model, points = build(make), draw()
     each = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    for weights in ((0, 1), [1.0, -1.0], torch.tensor([0.5, 2.0], dtype=torch.float64), each):
+    for weights in ((0, 1), (3, 0), (0, 0), [1.0, -1.0], torch.tensor([0.5, 2.0], dtype=torch.float64), each):
         check(model, points, weights)
 
 

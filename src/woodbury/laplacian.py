@@ -41,15 +41,15 @@ def laplacian(model: nn.Module, points: Tensor, weights: Sequence[float] | Tenso
     parameters all belong to Linear layers needs no `fallback=`.
     """
     n, d = _check(points)
-    if weights is not None and not isinstance(weights, Tensor):
-        weights = _constant(tuple(weights), points.dtype, points.device)
-    if weights is not None and weights.shape not in ((d,), (n, d)):
+    weights = [1.0] * d if weights is None else weights
+    shape = tuple(weights.shape) if isinstance(weights, Tensor) else (len(weights),)
+    if shape not in ((d,), (n, d)):
         raise ValueError(
-            f"weights have the shape {tuple(weights.shape)}: give one per axis, ({d},), or a tensor with a row "
-            f"for each point, ({n}, {d})"
+            f"weights have the shape {shape}: give one per axis, ({d},), or a tensor with a row for each point, "
+            f"({n}, {d})"
         )
     start = identity(d, points.dtype, points.device).expand(n, d, d)
-    jet = run(model, Jet(_Sum(weights, d), points, [start, None]))
+    jet = run(model, Jet(_Sum(weights, points), points, [start, None]))
     slopes, bend = jet.filled_parts()
     return Laplacian(jet.value, slopes.movedim(1, -1), (bend + bend).squeeze(1))
 
@@ -102,14 +102,27 @@ def _units(axes: Index, d: int, dtype: torch.dtype, device: torch.device) -> Ten
 class _Sum:
     """All first derivatives, and sum_i w_i d2/dx_i2 / 2 in place of the second ones."""
 
-    def __init__(self, weights: Tensor | None, d: int) -> None:
-        self._weights, self.widths = weights, (d, 1)
+    def __init__(self, weights: Sequence[float] | Tensor, points: Tensor) -> None:
+        d = points.shape[1]
+        self.widths, self._start, self._end = (d, 1), 0, d
+        self._weights = weights if isinstance(weights, Tensor) else None  # None: all are 1 from start to end
+        if not isinstance(weights, Tensor):
+            counted = [axis for axis in range(d) if weights[axis] != 0]
+            self._start, self._end = (counted[0], counted[-1] + 1) if counted else (0, 0)
+            numbers = tuple(weights[self._start : self._end])
+            if any(number != 1 for number in numbers):
+                self._weights = _constant(numbers, points.dtype, points.device)
 
     def multiply(self, u: Tensor, v: Tensor, degrees: tuple[int, int]) -> Tensor:
-        return self._sum(u.square() if u is v else u * v)
+        own = self._counted(u)
+        return self._sum(own.square() if u is v else own * self._counted(v))
+
+    def _counted(self, terms: Tensor) -> Tensor:
+        """Without axes at both ends whose weights are 0."""
+        return terms[:, self._start : self._end]
 
     def _sum(self, terms: Tensor) -> Tensor:
-        """sum_i w_i terms_i for terms (n, d, ...)."""
+        """sum_i w_i terms_i for terms (n, d, ...) of the axes that count."""
         if self._weights is not None:
             terms = terms * self._weights.reshape(*self._weights.shape, *[1] * (terms.dim() - 2))
         return terms.sum(1, keepdim=True)
@@ -121,7 +134,7 @@ class _Sum:
         pushed, bends = torch.func.vmap(derive, in_dims=1)(*slopes)  # (d, n, ...), as zeros may have no such axis
         with Corrected():
             _, bend = cast(Any, torch.func.jvp(function, at, tuple(own.squeeze(1) for _, own in parts)))
-        return [pushed.movedim(0, 1), self._sum(bends.movedim(0, 1)) / 2 + bend.unsqueeze(1)]
+        return [pushed.movedim(0, 1), self._sum(self._counted(bends.movedim(0, 1))) / 2 + bend.unsqueeze(1)]
 
 
 class _Chosen:
