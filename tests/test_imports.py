@@ -33,7 +33,7 @@ FLOORS = {
         ["shared", "embeddings"],
         ["outer"],
         ["sums", "rules"],
-        ["attention", "convolutions", "norms", "recurrent"],
+        ["convolutions", "maps", "norms"],
     ],
     "model": [
         ["buffers", "expanded", "compiled", "findings"],

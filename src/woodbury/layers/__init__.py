@@ -1,9 +1,8 @@
 """Layer rules: how the rows of a layer follow from its input and its back-propagated factor columns."""
 
-from woodbury.layers import attention as _attention  # noqa: F401  (these five fill the registry)
-from woodbury.layers import convolutions as _convolutions  # noqa: F401
+from woodbury.layers import convolutions as _convolutions  # noqa: F401  (these four fill the registry)
+from woodbury.layers import maps as _maps  # noqa: F401
 from woodbury.layers import norms as _norms  # noqa: F401
-from woodbury.layers import recurrent as _recurrent  # noqa: F401
 from woodbury.layers import rules as _rules  # noqa: F401
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, RowForm

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.forms import RowForm
+from woodbury.layers.maps import maps_inside, recurrent_forward, recurrent_obstacle, watch_linear_maps
 from woodbury.layers.norms import instance_norm_rows
 from woodbury.layers.positions import own_outputs
-from woodbury.layers.recurrent import recurrent_forward, recurrent_obstacle, recurrent_rows
 from woodbury.layers.registry import as_form
 from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows, sequence_rows, turned_linear_rows
 from woodbury.layers.sums import Place
@@ -109,9 +108,9 @@ class Notes:
         return {layer.module: partial(self._runner(layer), layer) for layer in self._plan.layers}
 
     def _runner(self, layer: Layer) -> Callable[..., Any]:
-        if layer.rule is recurrent_rows:
-            return self._run_by_steps
-        return self._run_attention if layer.rule is attention_rows else self._run_layer
+        if layer.rule is not maps_inside:
+            return self._run_layer
+        return self._run_attention if isinstance(layer.module, nn.MultiheadAttention) else self._run_by_steps
 
     def _run_layer(self, layer: Layer, *args: Any, **kwargs: Any) -> Tensor:
         plain = type(layer.module).forward

@@ -19,7 +19,7 @@ from torch import Tensor
 from woodbury import _vector
 from woodbury._forward_mode import derivatives_along
 from woodbury._vector import Parts
-from woodbury.layers.attention import plain_attention
+from woodbury.layers.maps import plain_attention
 from woodbury.model.fallback import Pass, no_batching_warnings
 
 
