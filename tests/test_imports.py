@@ -24,7 +24,7 @@ FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes"]],
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "robust", "scaled", "softmax"]],
+    "losses": [["factors"], ["rules"], ["elementwise", "scaled", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems", "evidence", "classes"], ["data"], ["laplace"]],
     "layers": [
@@ -33,7 +33,7 @@ FLOORS = {
         ["shared", "embeddings"],
         ["outer"],
         ["sums", "rules"],
-        ["convolutions", "maps", "norms"],
+        ["convolutions", "maps"],
     ],
     "model": [
         ["buffers", "expanded", "compiled", "findings"],

@@ -1,8 +1,7 @@
 """Layer rules: how the rows of a layer follow from its input and its back-propagated factor columns."""
 
-from woodbury.layers import convolutions as _convolutions  # noqa: F401  (these four fill the registry)
+from woodbury.layers import convolutions as _convolutions  # noqa: F401  (these three fill the registry)
 from woodbury.layers import maps as _maps  # noqa: F401
-from woodbury.layers import norms as _norms  # noqa: F401
 from woodbury.layers import rules as _rules  # noqa: F401
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, RowForm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from inspect import isfunction
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,12 +14,7 @@ from woodbury.layers.forms import ExplicitRows, RowForm
 Rule = Callable[[nn.Module, Any, Tensor], "RowForm | Mapping[str, Tensor]"]
 
 
-class _Entry(NamedTuple):
-    rule: Rule
-    parameters: frozenset[str] | None
-
-
-_RULES: dict[type[nn.Module] | str, _Entry] = {}
+_RULES: dict[type[nn.Module] | str, tuple[Rule, frozenset[str] | None]] = {}  # with the parameters of each
 
 
 def register_layer(
@@ -43,7 +38,7 @@ def register_layer(
     """
 
     def register(rule: Rule) -> Rule:
-        _RULES[kind] = _Entry(rule, None if parameters is None else frozenset(parameters))
+        _RULES[kind] = rule, None if parameters is None else frozenset(parameters)
         return rule
 
     return register
@@ -57,8 +52,9 @@ def layer_rule(layer: nn.Module, parameters: Collection[str]) -> Rule | None:
     for kind in type(layer).__mro__:
         entry = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
         if entry is not None:
-            covers_all = entry.parameters is None or entry.parameters.issuperset(parameters)
-            return entry.rule if covers_all and _computes_as(kind, layer) else None
+            rule, covered = entry
+            covers_all = covered is None or covered.issuperset(parameters)
+            return rule if covers_all and _computes_as(kind, layer) else None
     return None
 
 

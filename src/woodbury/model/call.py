@@ -14,18 +14,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from woodbury.layers.forms import RowForm
 from woodbury.layers.maps import maps_inside, recurrent_forward, recurrent_obstacle, watch_linear_maps
-from woodbury.layers.norms import instance_norm_rows
 from woodbury.layers.positions import own_outputs
 from woodbury.layers.registry import as_form
-from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows, sequence_rows, turned_linear_rows
+from woodbury.layers.rules import GIVE_VIEWS, WEIGHT_AND_BIAS, sequence_rows
 from woodbury.layers.sums import Place
 from woodbury.model.plan import Layer, Plan
-
-_GIVE_VIEWS = (
-    linear_rows,
-    turned_linear_rows,
-    instance_norm_rows,
-)  # rules of layers whose outputs torch makes as views
 
 
 @dataclass
@@ -115,7 +108,7 @@ class Notes:
     def _run_layer(self, layer: Layer, *args: Any, **kwargs: Any) -> Tensor:
         plain = type(layer.module).forward
         outputs: Tensor = plain(layer.module, *args, **kwargs)
-        if outputs.dim() > 2 and layer.rule in _GIVE_VIEWS:
+        if outputs.dim() > 2 and layer.rule in GIVE_VIEWS:
             outputs = own_outputs(outputs)
         if kwargs:
             bound = signature(plain).bind(layer.module, *args, **kwargs)
