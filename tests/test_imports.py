@@ -13,7 +13,7 @@ ROOT = Path(woodbury.__file__).parent
 # The rooms of the house, lowest first: a module imports from lower rooms only. Inside a room that is a package the
 # same holds for its own floors. There are no exceptions.
 ROOMS = [
-    *("_version", "_style", "_vector", "_random", "_process", "_bytes", "_files", "_forward_mode", "_batch"),
+    *("_version", "_style", "_vector", "_random", "_process", "_bytes", "_files", "_batch"),
     *("_choice", "parallel", "device"),
     *("modules", "taylor", "jets", "laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "quadratic", "policies"),

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from woodbury._forward_mode import Corrected, derivatives_along
 from woodbury.device.constants import constant_tensor, identity
 from woodbury.jets import Function, Jet, NoRuleError, Parts, run
+from woodbury.taylor import Corrected, derivatives_along
 
 Index = tuple[int, ...]  # axes in order, as often as a derivative is taken along each
 

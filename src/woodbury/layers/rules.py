@@ -197,8 +197,5 @@ def _affine_rows(layer: nn.Module, xhat: Tensor, grads: Tensor) -> dict[str, Ten
     return rows
 
 
-GIVE_VIEWS = (
-    linear_rows,
-    turned_linear_rows,
-    instance_norm_rows,
-)  # rules of layers whose outputs are views in torch
+# of layers whose outputs torch makes as views
+GIVE_VIEWS = (linear_rows, turned_linear_rows, instance_norm_rows)

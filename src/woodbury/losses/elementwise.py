@@ -236,9 +236,10 @@ FLOOR = 1e-4
 class Robust(StructuredRule):
     """l = rho(d) at each output, d = y - t: a parabola up to a knee, |d| <= b, and a line of slope s beyond it.
 
-    On the line rho'' is 0, and a Gauss-Newton step there would be that of gradient descent. S S^T is not the Hessian
-    here but the diagonal matrix of w = rho'(d) / d = s / max(|d|, b), the weights of iteratively reweighted least
-    squares: the parabola q(x) = rho(d) + w (x^2 - d^2) / 2 touches rho at d and lies nowhere below it.
+    On the line rho'' is 0, and a Gauss-Newton step there would be that of gradient descent. S S^T is not the
+    Hessian here but the diagonal matrix of w = rho'(d) / d = s / max(|d|, b), the weights of iteratively
+    reweighted least squares: the parabola q(x) = rho(d) + w (x^2 - d^2) / 2 touches rho at d and lies nowhere
+    below it.
 
     HuberLoss has s = b = delta, SmoothL1Loss s = 1 and b = beta, L1Loss s = 1 and b = 0. Where the knee is 0, |d|
     counts in w as at least `FLOOR` |t| + eps; r = sign(d) is exact.
