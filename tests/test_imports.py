@@ -36,7 +36,7 @@ FLOORS = {
         ["convolutions", "maps"],
     ],
     "model": [
-        ["buffers", "expanded", "compiled", "findings"],
+        ["buffers", "expanded", "compiled"],
         ["plan"],
         ["call", "chain", "fallback"],
         ["tangents"],
@@ -44,7 +44,7 @@ FLOORS = {
         ["bare"],
         ["rows"],
         ["capture"],
-        ["independence", "structure", "terms"],
+        ["independence", "terms"],
     ],
     "fit": [
         ["plot", "columns"],
