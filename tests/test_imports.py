@@ -27,14 +27,7 @@ FLOORS = {
     "losses": [["factors"], ["rules"], ["elementwise", "scaled", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems", "evidence", "classes"], ["data"], ["laplace"]],
-    "layers": [
-        ["forms"],
-        ["registry", "positions"],
-        ["shared", "embeddings"],
-        ["outer"],
-        ["sums", "rules"],
-        ["convolutions", "maps"],
-    ],
+    "layers": [["forms"], ["positions"], ["shared", "embeddings"], ["outer"], ["sums", "rules"], ["maps"]],
     "model": [
         ["buffers", "expanded", "compiled"],
         ["plan"],

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury._process import ForAllThreads
 from woodbury.layers.positions import own_outputs
-from woodbury.layers.registry import register_layer
+from woodbury.layers.rules import register_layer
 from woodbury.layers.sums import Place, whole_parameter
 
 # Inside, attention is computed by kernels that can be differentiated twice, and mapped: torch's fused ones cannot.

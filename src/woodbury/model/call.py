@@ -15,8 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from woodbury.layers.forms import RowForm
 from woodbury.layers.maps import maps_inside, recurrent_forward, recurrent_obstacle, watch_linear_maps
 from woodbury.layers.positions import own_outputs
-from woodbury.layers.registry import as_form
-from woodbury.layers.rules import GIVE_VIEWS, WEIGHT_AND_BIAS, sequence_rows
+from woodbury.layers.rules import GIVE_VIEWS, WEIGHT_AND_BIAS, as_form, sequence_rows
 from woodbury.layers.sums import Place
 from woodbury.model.plan import Layer, Plan
 

@@ -15,8 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from woodbury._vector import Space
 from woodbury.device.passes import Replays
 from woodbury.layers.maps import projects_out
-from woodbury.layers.registry import Rule, layer_rule
-from woodbury.layers.rules import LOOKUPS, refused_option
+from woodbury.layers.rules import LOOKUPS, Rule, layer_rule, refused_option
 from woodbury.layers.sums import Place, whole_parameter
 from woodbury.model.buffers import Holder, changing_buffers
 from woodbury.model.compiled import is_compiled
