@@ -24,7 +24,7 @@ FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes"]],
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "scaled", "softmax"]],
+    "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems", "evidence", "classes"], ["data"], ["laplace"]],
     "layers": [["forms"], ["positions"], ["shared", "embeddings"], ["outer"], ["sums", "rules"], ["maps"]],
