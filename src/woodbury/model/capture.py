@@ -22,12 +22,12 @@ from woodbury.jets import run_layer
 from woodbury.layers.forms import RowForm
 from woodbury.model import tangents
 from woodbury.model.bare import find_bare
-from woodbury.model.call import Call, Notes
+from woodbury.model.call import Notes
 from woodbury.model.chain import Back, MovedForward, chain_rows
-from woodbury.model.fallback import Forward, Pass, outputs_agree
+from woodbury.model.fallback import Forward, outputs_agree
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled
 from woodbury.model.plan import FAST_PATHS, Layer, Plan
-from woodbury.model.rows import GraphRows
+from woodbury.model.rows import NotedPass
 from woodbury.products import jacobian_products, transposed_jacobian_product
 
 
@@ -38,12 +38,10 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
 
 
 @dataclass
-class GraphCapture(Pass):
-    """A forward pass that autograd followed, with the calls of every layer."""
+class GraphCapture(NotedPass):
+    """A forward pass that autograd followed."""
 
     raw: Tensor  # the outputs in the model's own shape
-    calls: list[Call]  # in the order they were made
-    obstacles: Mapping[str, str]  # layers whose calls were not captured, and why
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
@@ -72,9 +70,7 @@ class GraphCapture(Pass):
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
         (columns,) = segments
-        return GraphRows(self, self.calls, self.obstacles).of(
-            columns if columns.dim() == 3 else columns.unsqueeze(1)
-        )
+        return self.rows_of_modules(columns if columns.dim() == 3 else columns.unsqueeze(1))
 
     def is_bare(self, layer: Layer) -> bool:
         """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
@@ -297,9 +293,9 @@ def _capture(
         forward,
         inputs,
         flat,
-        outputs.detach(),
         notes.calls,
-        obstacles=notes.obstacles,
+        notes.obstacles,
+        outputs.detach(),
         autocast=autocast,
         random=random,
     )

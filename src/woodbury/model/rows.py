@@ -16,26 +16,16 @@ from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
 from woodbury.model.fallback import Pass, WrittenRows, grads_of_many, tells_little
 from woodbury.model.graph import PassGraph, unseen_parameters
-from woodbury.model.plan import Plan
 
 
-@dataclass(frozen=True)
-class GraphRows:
-    """Where the rows of a pass come from: layer rules, bare parameters, and the fallback for the others."""
+@dataclass
+class NotedPass(Pass):
+    """A pass with the calls of its layers. Rows come from layer rules, bare parameters, and else the fallback."""
 
-    forward_pass: Pass
-    calls: Sequence[Call]
+    calls: list[Call]  # in the order they were made
     obstacles: Mapping[str, str]  # layers whose calls were not captured, and why
 
-    @property
-    def plan(self) -> Plan:
-        return self.forward_pass.plan
-
-    @property
-    def outputs(self) -> Tensor:
-        return self.forward_pass.outputs
-
-    def of(self, columns: Tensor) -> Mapping[str, RowForm]:
+    def rows_of_modules(self, columns: Tensor) -> Mapping[str, RowForm]:
         """The rows of every module for columns (n, k, C) of all samples; it frees the graph."""
         graph = PassGraph.behind(self.outputs)
         unseen = unseen_parameters(self.plan, graph, self.calls)
@@ -94,7 +84,7 @@ class GraphRows:
         grads = self._grads(edges, columns, keep_graph)
         if bare.keys:
             bare_rows = bare.rows(grads[len(calls) :], columns.shape)
-            if unsure and not bare.check(bare_rows, self.forward_pass, columns):
+            if unsure and not bare.check(bare_rows, self, columns):
                 return None
             rows |= bare_rows
         forms = self._by_rules(calls, grads, ruled)
@@ -109,7 +99,7 @@ class GraphRows:
         if not names:
             return {}
         parameters = {name: self.plan.parameters[name] for name in names}
-        return WrittenRows(self.forward_pass, parameters, columns).compute()
+        return WrittenRows(self, parameters, columns).compute()
 
     def _by_rules(
         self, calls: Sequence[Call], grads: Sequence[Tensor | None], ruled: Collection[str]
