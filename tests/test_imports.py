@@ -35,7 +35,6 @@ FLOORS = {
         ["tangents"],
         ["graph"],
         ["bare"],
-        ["rows"],
         ["capture"],
         ["independence", "terms"],
     ],

@@ -144,14 +144,9 @@ class OwnScale(GaussNewtonMatrix):
         factor = super().factor(rule, loss, outputs, targets)
         assert factor.e is not None
         columns = factor.columns()
-        unit = _largest(columns)
+        largest = float(columns.abs().max()) if columns.numel() else 1.0
+        unit = largest if 0 < largest < math.inf else 1.0  # where there is none to divide by
         return DenseFactor(factor.e * unit, columns / unit, rest=factor.rest, unit=unit)
-
-
-def _largest(columns: Tensor) -> float:
-    """The largest entry, 1 where there is none to divide by."""
-    largest = float(columns.abs().max()) if columns.numel() else 1.0
-    return largest if 0 < largest < math.inf else 1.0
 
 
 CURVATURES: dict[str, Curvature] = {kind.name: kind for kind in (GaussNewtonMatrix(), EmpiricalFisher())}

@@ -298,15 +298,11 @@ def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedR
     bias = None if layer.bias is None else "bias"
     if isinstance(layer, Transposed):
         size = tuple(grads.shape[3:])  # of the output, output_padding or output_size included
-        cut: Callable[[Tensor], Tensor] = partial(spread_patches, layer, size)
+        features: Callable[[slice], Tensor] = partial(spread_patches, layer, size, inputs)
     else:
-        cut = partial(patches, layer)
-    part = Part(partial(_cut_window, cut, inputs), columns)
+        features = partial(patches, layer, inputs)
+    part = Part(features, columns)
     return SharedRows((part,), tuple(layer.weight.shape), bias=bias, swapped=isinstance(layer, Transposed))
-
-
-def _cut_window(cut: Callable[[Tensor], Tensor], inputs: Tensor, window: slice) -> Tensor:
-    return cut(inputs[window])
 
 
 def _padding(layer: Convolution) -> list[int]:
@@ -322,9 +318,9 @@ def _padding(layer: Convolution) -> list[int]:
     return [side for length in reversed(layer.padding) for side in (length, length)]
 
 
-def patches(layer: Convolution, inputs: Tensor) -> Tensor:
+def patches(layer: Convolution, samples: Tensor, window: slice) -> Tensor:
     """What the kernel sees at each output position: (n, g c, *positions) -> (n, s, g, c kernel)."""
-    padding = _padding(layer)
+    padding, inputs = _padding(layer), samples[window]
     if any(padding):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         inputs = F.pad(inputs, padding, mode=mode)
@@ -334,9 +330,10 @@ def patches(layer: Convolution, inputs: Tensor) -> Tensor:
     return _in_order(layer, inputs)
 
 
-def spread_patches(layer: Transposed, size: Sequence[int], inputs: Tensor) -> Tensor:
+def spread_patches(layer: Transposed, size: Sequence[int], samples: Tensor, window: slice) -> Tensor:
     """The inputs that reach each output position of a transposed convolution, in the order of its kernel."""
     assert not isinstance(layer.padding, str)
+    inputs = samples[window]
     lengths = [(length - 1) * step + 1 for length, step in zip(inputs.shape[2:], layer.stride, strict=True)]
     spread = inputs.new_zeros(*inputs.shape[:2], *lengths)
     spread[(slice(None), slice(None), *(slice(None, None, step) for step in layer.stride))] = inputs
