@@ -27,7 +27,7 @@ FLOORS = {
     "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems", "evidence", "classes"], ["data"], ["laplace"]],
-    "layers": [["forms"], ["positions"], ["shared", "embeddings"], ["outer"], ["sums", "rules"], ["maps"]],
+    "layers": [["forms"], ["positions"], ["shared"], ["outer"], ["sums", "rules"], ["maps"]],
     "model": [
         ["buffers", "expanded", "compiled"],
         ["plan"],

@@ -19,11 +19,10 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, RowForm
 from woodbury.layers.outer import Layout, OuterRows
 from woodbury.layers.positions import Part, summed_products
-from woodbury.layers.shared import SharedRows
+from woodbury.layers.shared import EmbeddingRows, SharedRows
 
 # (layer, input (n, ...), output gradients (n, k, ...)) -> rows
 Rule = Callable[[nn.Module, Any, Tensor], "RowForm | Mapping[str, Tensor]"]
