@@ -95,7 +95,6 @@ def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devi
 
 @constant_tensor
 def _units(axes: Index, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unit vectors along some axes."""
     return torch.eye(d, dtype=dtype, device=device)[list(axes)]
 
 

@@ -103,13 +103,15 @@ def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | 
         return OuterRows(
             inputs, grads.flatten(0, 1), Layout(((n, k),)), bias=bias, affine=has_own_parameters(layer)
         )
-    if inputs.dim() < 2:
-        raise ValueError(
-            f"Linear got an input of shape {tuple(inputs.shape)}; the rule covers (n, ..., features), "
-            "samples first"
-        )
+    _check_axes(inputs.dim() > 2, layer, inputs, "(n, ..., features)")
     assert isinstance(layer.weight, Tensor)
     return sequence_rows(inputs, grads, layer.weight.shape, bias=bias)
+
+
+def _check_axes(fits: bool, layer: nn.Module, inputs: Tensor, covered: str) -> None:
+    if not fits:
+        got = f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)}"
+        raise ValueError(f"{got}; the rule covers {covered}, samples first")
 
 
 def has_own_parameters(layer: nn.Module) -> bool:
@@ -228,11 +230,7 @@ def instance_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[
     """Normalised over the positions of each channel, or by running statistics in eval mode if it has some."""
     assert isinstance(layer, _InstanceNorm)
     axes = layer._get_no_batch_dim() + 1
-    if inputs.dim() != axes:
-        raise ValueError(
-            f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)}; the rule covers {axes} axes, "
-            "samples first"
-        )
+    _check_axes(inputs.dim() == axes, layer, inputs, f"{axes} axes")
     if layer.training or not layer.track_running_stats:
         xhat = F.instance_norm(inputs, eps=layer.eps)
     else:
@@ -286,12 +284,8 @@ def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedR
     A transposed convolution is one of the input with zeros in between (the stride), and the kernel reversed.
     """
     assert isinstance(layer, Convolution | Transposed)
-    kind, axes = type(layer).__name__, len(layer.kernel_size)
-    if inputs.dim() != axes + 2:
-        raise ValueError(
-            f"{kind} got an input of shape {tuple(inputs.shape)}; the rule covers (n, channels, "
-            f"{axes} axes of positions), samples first"
-        )
+    axes = len(layer.kernel_size)
+    _check_axes(inputs.dim() == axes + 2, layer, inputs, f"(n, channels, {axes} axes of positions)")
     # (n, k, g o, *positions) -> (n, k, s, g, o), a view
     columns = grads.flatten(3).unflatten(2, (layer.groups, -1)).permute(0, 1, 4, 2, 3)
     bias = None if layer.bias is None else "bias"

@@ -185,7 +185,6 @@ class GraphCapture(Pass):
         return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
 
     def _warn_of_columns(self, count: int) -> None:
-        """Say once that columns go back one at a time."""
         self.plan.findings.warn_of_passes(
             count,
             "an operation in it cannot be differentiated for several columns of a sample at once. Ways out: "

@@ -241,12 +241,10 @@ class ChainCapture:
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector, (k, n, C): z' = W v' + W' v + b', v' = phi'(z) z'."""
-        stacked = [
-            {local: torch.stack([vector[full] for vector in vectors]) for local, full in layer.parameters.items()}
-            for layer in self.chain.layers
-        ]
         below: Tensor | None = None  # v', (k, n, i)
-        for index, change in enumerate(stacked):
+        for index, layer in enumerate(self.chain.layers):
+            names = layer.parameters.items()
+            change = {local: torch.stack([vector[full] for vector in vectors]) for local, full in names}
             below = self._moved(index, below, change, self.layer_inputs[index])
             if index < len(self.chain.activations):
                 below = below * self._slope(index)
