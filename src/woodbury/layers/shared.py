@@ -166,10 +166,6 @@ class EmbeddingRows(PartRows):
         return pairs * (width + ELEMENTWISE) < written
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.shape
-
-    @property
     def input_size(self) -> int:
         return 1
 

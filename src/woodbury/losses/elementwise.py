@@ -297,7 +297,6 @@ class Robust(StructuredRule):
 
 
 def _slope_and_knee(loss: nn.Module) -> tuple[float, float]:
-    """s and b."""
     if isinstance(loss, nn.HuberLoss):
         return float(loss.delta), float(loss.delta)
     return 1.0, float(loss.beta) if isinstance(loss, nn.SmoothL1Loss) else 0.0

@@ -90,10 +90,9 @@ class Notes:
     """The calls of a pass over a batch, noted as layers are called; and why some cannot be captured, by layer."""
 
     def __init__(self, plan: Plan, samples: int, cast: bool) -> None:
-        """cast: whether the pass runs under autocast."""
         self.calls: list[Call] = []  # in the order they were made
         self.obstacles: dict[str, str] = {}
-        self._plan, self._samples, self._cast = plan, samples, cast
+        self._plan, self._samples, self._cast = plan, samples, cast  # cast: whether the pass runs under autocast
 
     def forwards(self) -> dict[nn.Module, Callable[..., Any]]:
         """What runs in place of `forward` of each layer, to note its calls."""

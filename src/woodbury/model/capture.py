@@ -136,7 +136,7 @@ class GraphCapture(Pass):
         grads = self._grads(edges, columns, keep_graph)
         if bare.keys:
             bare_rows = bare.rows(grads[len(calls) :], columns.shape)
-            if unsure and not bare.check(bare_rows, self, columns):
+            if unsure and not bare.check(bare_rows, self, columns, self.precision):
                 return None
             rows |= bare_rows
         forms = self._by_rules(calls, grads, ruled)

@@ -284,10 +284,7 @@ class WrittenRows:
 
 
 def _rows_on_graph(
-    outputs: Tensor,
-    parameters: Mapping[str, nn.Parameter],
-    columns: Tensor,
-    together: bool = False,
+    outputs: Tensor, parameters: Mapping[str, nn.Parameter], columns: Tensor, together: bool = False
 ) -> Parts:
     """Rows (n, k, *shape) for outputs (n, C) attached to the graph of any model.
 
