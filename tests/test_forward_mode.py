@@ -6,11 +6,11 @@ from torch import nn
 
 import bounds
 import reference
-from woodbury._forward_mode import derivatives_along
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Pass
 from woodbury.model.plan import plan_layers
 from woodbury.model.tangents import second_derivative
+from woodbury.taylor import derivatives_along
 
 STEP = 1e-3
 

@@ -13,7 +13,7 @@ ROOT = Path(woodbury.__file__).parent
 # The rooms of the house, lowest first: a module imports from lower rooms only. Inside a room that is a package the
 # same holds for its own floors. There are no exceptions.
 ROOMS = [
-    *("_version", "_style", "_vector", "_random", "_process", "_bytes", "_files", "_forward_mode", "_batch"),
+    *("_version", "_style", "_vector", "_random", "_process", "_bytes", "_files", "_batch"),
     *("_choice", "parallel", "device"),
     *("modules", "taylor", "jets", "laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "quadratic", "policies"),
@@ -24,27 +24,19 @@ FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes"]],
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "robust", "scaled", "softmax"]],
+    "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems", "evidence", "classes"], ["data"], ["laplace"]],
-    "layers": [
-        ["forms"],
-        ["registry", "positions"],
-        ["shared", "embeddings"],
-        ["outer"],
-        ["sums", "rules"],
-        ["attention", "convolutions", "norms", "recurrent"],
-    ],
+    "layers": [["forms"], ["positions"], ["shared"], ["outer"], ["sums", "rules"], ["maps"]],
     "model": [
-        ["buffers", "expanded", "compiled", "findings"],
+        ["buffers", "expanded", "compiled"],
         ["plan"],
         ["call", "chain", "fallback"],
         ["tangents"],
         ["graph"],
         ["bare"],
-        ["rows"],
         ["capture"],
-        ["independence", "structure", "terms"],
+        ["independence", "terms"],
     ],
     "fit": [
         ["plot", "columns"],

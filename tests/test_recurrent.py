@@ -14,7 +14,7 @@ from cases import all_pairs, every_pair
 from fuzz.models import Parts
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows
 from woodbury.layers import ExplicitRows
-from woodbury.layers.recurrent import recurrent_forward
+from woodbury.layers.maps import recurrent_forward
 
 N, LENGTH, FEATURES, WIDTH = 5, 3, 4, 3
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "relu": partial(nn.RNN, nonlinearity="relu")}

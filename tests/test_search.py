@@ -19,7 +19,7 @@ from cases import every_pair
 from fuzz.models import Parts
 from test_chain import scale
 from woodbury.linalg import minimize_nonnegative
-from woodbury.losses.scaled import ScaledLoss
+from woodbury.losses.rules import ScaledLoss
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from woodbury.device.scalars import Scalar
 from woodbury.losses.factors import DenseFactor, Factor, dense_factor
 from woodbury.losses.rules import LossRule, loss_rule
-from woodbury.products import fisher_at_outputs, hessian_at_outputs
+from woodbury.products import is_sum, loss_of
 
 
 class Seeds(NamedTuple):
@@ -46,7 +46,10 @@ class Curvature(ABC):
 
     @abstractmethod
     def at_outputs(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
-        """B at the outputs times J v, by autograd: for products that share no code with rows."""
+        """What J^T turns into B v, from J v of the shape of the outputs (n, ...), by autograd.
+
+        It shares no code with rows. The loss, over n unless it is a sum, is differentiated itself.
+        """
 
     @abstractmethod
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
@@ -80,8 +83,15 @@ class GaussNewtonMatrix(Curvature):
         return Seeds(columns, factor.e.flatten(), factor.rest, factor.unit)
 
     def at_outputs(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
-        """H of the loss, or of the function that its rule takes the curvature from."""
-        return hessian_at_outputs(loss_rule(loss).curved_loss(loss), outputs, targets, image)
+        """H_i (J v)_i / n, or without 1/n; H of the loss, or of the function that its rule takes it from."""
+        curved = loss_rule(loss).curved_loss(loss)
+        with torch.enable_grad():
+            point = outputs.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(loss_of(curved, point, targets), point, create_graph=True)  # r_i / n
+            if not slope.requires_grad:
+                return torch.zeros_like(point)
+            (weights,) = torch.autograd.grad(slope, point, image)
+        return weights
 
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         return term_count
@@ -109,7 +119,12 @@ class EmpiricalFisher(Curvature):
         return Seeds([rule.residual(loss, outputs, targets)], None, None)
 
     def at_outputs(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
-        return fisher_at_outputs(loss, outputs, targets, image)
+        """r_i (r_i . (J v)_i) / n, without 1/n for a loss that is a sum."""
+        with torch.enable_grad():
+            point = outputs.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point)  # r_i / n
+        inner = (slope * image).flatten(1).sum(1) if slope.dim() > 1 else slope * image
+        return (1 if is_sum(loss) else len(outputs)) * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
 
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         return term_count * term_count / samples
@@ -129,14 +144,9 @@ class OwnScale(GaussNewtonMatrix):
         factor = super().factor(rule, loss, outputs, targets)
         assert factor.e is not None
         columns = factor.columns()
-        unit = _largest(columns)
+        largest = float(columns.abs().max()) if columns.numel() else 1.0
+        unit = largest if 0 < largest < math.inf else 1.0  # where there is none to divide by
         return DenseFactor(factor.e * unit, columns / unit, rest=factor.rest, unit=unit)
-
-
-def _largest(columns: Tensor) -> float:
-    """The largest entry, 1 where there is none to divide by."""
-    largest = float(columns.abs().max()) if columns.numel() else 1.0
-    return largest if 0 < largest < math.inf else 1.0
 
 
 CURVATURES: dict[str, Curvature] = {kind.name: kind for kind in (GaussNewtonMatrix(), EmpiricalFisher())}

@@ -189,7 +189,6 @@ def _map_one(func: Function, *args: Any) -> Any:
 
 
 def _add(func: Function, a: Any, b: Any, sign: int = 1, **options: Any) -> Any:
-    """u + v, or u - v."""
     if options:
         return NotImplemented
     operation = operator.add if sign > 0 else operator.sub

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from woodbury._forward_mode import Corrected, derivatives_along
 from woodbury.device.constants import constant_tensor, identity
 from woodbury.jets import Function, Jet, NoRuleError, Parts, run
+from woodbury.taylor import Corrected, derivatives_along
 
 Index = tuple[int, ...]  # axes in order, as often as a derivative is taken along each
 
@@ -95,7 +95,6 @@ def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devi
 
 @constant_tensor
 def _units(axes: Index, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unit vectors along some axes."""
     return torch.eye(d, dtype=dtype, device=device)[list(axes)]
 
 

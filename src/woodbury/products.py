@@ -93,30 +93,8 @@ def is_sum(loss: nn.Module) -> bool:
     return getattr(loss, "reduction", "mean") == "sum"
 
 
-# (loss, outputs (n, ...), targets, J v of the shape of the outputs) -> what J^T turns into B v
+# `Curvature.at_outputs`: (loss, outputs (n, ...), targets, J v) -> what J^T turns into B v
 OutputProduct = Callable[[nn.Module, Tensor, "Tensor | None", Tensor], Tensor]
-
-
-def hessian_at_outputs(
-    loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None, image: Tensor
-) -> Tensor:
-    """H_i (J v)_i / n: with it B = (1/n) sum J_i^T H_i J_i; without 1/n for a loss that is a sum."""
-    with torch.enable_grad():
-        point = outputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point, create_graph=True)  # r_i / n
-        if not slope.requires_grad:
-            return torch.zeros_like(point)
-        (weights,) = torch.autograd.grad(slope, point, image)
-    return weights
-
-
-def fisher_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
-    """r_i (r_i . (J v)_i) / n: with it B = (1/n) sum g_i g_i^T, g_i = J_i^T r_i; without 1/n for a sum."""
-    with torch.enable_grad():
-        point = outputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point)  # r_i / n
-    inner = (slope * image).flatten(1).sum(1) if slope.dim() > 1 else slope * image
-    return (1 if is_sum(loss) else len(outputs)) * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
 
 
 def relative_residual(

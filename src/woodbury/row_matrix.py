@@ -179,17 +179,9 @@ class Rows:
 
     def dense(self) -> Tensor:
         """U itself, (r, p), columns in the order of the model's trainable parameters."""
-        columns: Parts = {}
-        for name, form in self.forms.items():
-            for local, value in form.dense().items():
-                columns[self._names[name][local]] = value.reshape(self.row_count, -1) * self.scale
-        return torch.cat(
-            [
-                columns[name] if name in columns else parameter.new_zeros(self.row_count, parameter.numel())
-                for name, parameter in self.plan.parameters.items()
-            ],
-            dim=1,
-        ).detach()
+        parameters = self.plan.parameters.items()
+        strip = [Slab(name, slice(0, length_of(own.shape)), own.numel()) for name, own in parameters]
+        return self._write_rows(strip, self.row_count, self.plan.dtype).detach()
 
     def curvature(self, row_count: int, blocks: Sequence[Sequence[str]], dtype: Dtype = None) -> list[Tensor]:
         """U^T U over the first rows, (p, p) for the parameters of each block, in the order of its names.

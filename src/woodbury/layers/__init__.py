@@ -1,15 +1,10 @@
 """Layer rules: how the rows of a layer follow from its input and its back-propagated factor columns."""
 
-from woodbury.layers import attention as _attention  # noqa: F401  (these five fill the registry)
-from woodbury.layers import convolutions as _convolutions  # noqa: F401
-from woodbury.layers import norms as _norms  # noqa: F401
-from woodbury.layers import recurrent as _recurrent  # noqa: F401
-from woodbury.layers import rules as _rules  # noqa: F401
-from woodbury.layers.embeddings import EmbeddingRows
+from woodbury.layers import maps as _maps  # noqa: F401  (it registers its rules)
 from woodbury.layers.forms import ExplicitRows, RowForm
 from woodbury.layers.outer import Layout, OuterRows
-from woodbury.layers.registry import layer_rule, register_layer
-from woodbury.layers.shared import SharedRows
+from woodbury.layers.rules import layer_rule, register_layer
+from woodbury.layers.shared import EmbeddingRows, SharedRows
 from woodbury.layers.sums import SumRows
 
 __all__ = [

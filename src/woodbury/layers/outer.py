@@ -70,7 +70,6 @@ class Layout:
 
     @cached_property
     def _windows(self) -> list[slice]:
-        """Where the rows of each piece are."""
         return [slice(*own) for own in pairwise([0, *accumulate(n * k for n, k in self.pieces)])]
 
     def split(self, rows: Tensor) -> list[Tensor]:

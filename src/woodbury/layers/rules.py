@@ -1,18 +1,95 @@
-"""The built-in rules for Linear, Conv1D, Bilinear, Embedding and PReLU: one decorated function each."""
+"""The open registry from layer class to rule, and the built-in rules: one decorated function each.
+
+A normalisation is z = w xhat + b, with xhat the normalised input. Its rows are written out: that of w is sum_s h_s
+xhat_s over the positions that share a weight, that of b is sum_s h_s. PReLU is the same with xhat = min(v, 0). A
+convolution is z = W v at the positions of an image, v the patch under the kernel.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from inspect import isfunction
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from woodbury.layers.embeddings import EmbeddingRows
+from woodbury.layers.forms import ExplicitRows, RowForm
 from woodbury.layers.outer import Layout, OuterRows
 from woodbury.layers.positions import Part, summed_products
-from woodbury.layers.registry import register_layer
-from woodbury.layers.shared import SharedRows
+from woodbury.layers.shared import EmbeddingRows, SharedRows
+
+# (layer, input (n, ...), output gradients (n, k, ...)) -> rows
+Rule = Callable[[nn.Module, Any, Tensor], "RowForm | Mapping[str, Tensor]"]
+
+
+_RULES: dict[type[nn.Module] | str, tuple[Rule, frozenset[str] | None]] = {}  # with the parameters of each
+
+
+def register_layer(
+    kind: type[nn.Module] | str, parameters: Collection[str] | None = None
+) -> Callable[[Rule], Rule]:
+    """Function decorator that makes a function the rule for layers of class `kind`.
+
+    A class of a library that need not be there may be given by its full name, "package.module.Class".
+
+    The function gets the layer, its input (n, ...) (a tuple if it was called with several tensors) and the
+    gradients of k scalars per sample in its output, (n, k, *output shape). It returns the gradients of those
+    scalars in the layer's own parameters, as a dictionary name -> (n, k, *parameter shape), or as one of the
+    forms in `woodbury.layers`.
+
+    With `parameters` the rule applies only to layers that have no other trainable parameters (as a layer has whose
+    weight is computed from parameters of its own).
+
+    >>> @woodbury.register_layer(Scale)          # forward: self.gain * x
+    ... def scale_rows(layer, inputs, grads):
+    ...     return {"gain": inputs.unsqueeze(1) * grads}
+    """
+
+    def register(rule: Rule) -> Rule:
+        _RULES[kind] = rule, None if parameters is None else frozenset(parameters)
+        return rule
+
+    return register
+
+
+def layer_rule(layer: nn.Module, parameters: Collection[str]) -> Rule | None:
+    """The rule for this layer and these of its parameters, or None.
+
+    A subclass inherits a rule only if it inherits `forward` and the private methods that `forward` may call.
+    """
+    for kind in type(layer).__mro__:
+        entry = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+        if entry is not None:
+            rule, covered = entry
+            covers_all = covered is None or covered.issuperset(parameters)
+            return rule if covers_all and _computes_as(kind, layer) else None
+    return None
+
+
+def _computes_as(kind: type, layer: nn.Module) -> bool:
+    """Whether the layer has not replaced `forward` or a private method of `kind`."""
+    private = {name for name in dir(kind) if name.startswith("_") and not name.startswith("__")} - set(
+        dir(nn.Module)
+    )
+    methods = ["forward", *(name for name in private if isfunction(getattr(kind, name)))]
+    own = vars(layer)
+    return all(getattr(type(layer), name) is getattr(kind, name) and name not in own for name in methods)
+
+
+def as_form(rows: RowForm | Mapping[str, Tensor]) -> RowForm:
+    """The form of the rows that a rule returned."""
+    if isinstance(rows, Mapping):
+        own = {name: value.flatten(0, 1) for name, value in rows.items()}
+        # a rule may compute with the parameters themselves
+        return ExplicitRows({name: rows.detach() if rows.requires_grad else rows for name, rows in own.items()})
+    return rows
+
 
 WEIGHT_AND_BIAS = ("weight", "bias")  # the parameters of torch's own layers
 
@@ -26,13 +103,15 @@ def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | 
         return OuterRows(
             inputs, grads.flatten(0, 1), Layout(((n, k),)), bias=bias, affine=has_own_parameters(layer)
         )
-    if inputs.dim() < 2:
-        raise ValueError(
-            f"Linear got an input of shape {tuple(inputs.shape)}; the rule covers (n, ..., features), "
-            "samples first"
-        )
+    _check_axes(inputs.dim() > 2, layer, inputs, "(n, ..., features)")
     assert isinstance(layer.weight, Tensor)
     return sequence_rows(inputs, grads, layer.weight.shape, bias=bias)
+
+
+def _check_axes(fits: bool, layer: nn.Module, inputs: Tensor, covered: str) -> None:
+    if not fits:
+        got = f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)}"
+        raise ValueError(f"{got}; the rule covers {covered}, samples first")
 
 
 def has_own_parameters(layer: nn.Module) -> bool:
@@ -114,11 +193,164 @@ def refused_option(module: nn.Module, trained: Collection[int]) -> str | None:
 @register_layer(nn.PReLU, parameters=WEIGHT_AND_BIAS)
 def prelu_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
     """z = max(v, 0) + a min(v, 0): the row of a is sum_s h_s min(v_s, 0), one slope for all or one per channel."""
-    assert isinstance(layer.weight, Tensor)
-    negative = inputs.clamp(max=0)
+    assert isinstance(layer, nn.PReLU)
+    return _over_channels(layer, layer.weight.numel(), inputs.clamp(max=0), grads)
+
+
+@register_layer(nn.LayerNorm, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.RMSNorm, parameters=WEIGHT_AND_BIAS)
+def layer_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Normalised over the last axes, RMSNorm without centring, with one weight per entry of these."""
+    assert isinstance(layer, nn.LayerNorm | nn.RMSNorm)
+    if inputs.dim() <= len(layer.normalized_shape):
+        raise ValueError(
+            f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)} and normalises over all of it, "
+            "the samples too: rows per sample do not exist"
+        )
+    normalise: Callable[..., Tensor] = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
+    xhat = normalise(inputs, layer.normalized_shape, eps=layer.eps)
+    n, k, width = grads.shape[0], grads.shape[1], len(layer.normalized_shape)
+    features = xhat.shape[xhat.dim() - width :].numel()
+    rows = _affine_rows(layer, xhat.reshape(n, -1, features), grads.reshape(n, k, -1, features))
+    return {name: value.unflatten(2, tuple(layer.normalized_shape)) for name, value in rows.items()}
+
+
+@register_layer(nn.GroupNorm, parameters=WEIGHT_AND_BIAS)
+def group_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Normalised over groups of channels, with one weight per channel."""
+    assert isinstance(layer, nn.GroupNorm)
+    xhat = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
+    return _over_channels(layer, xhat.shape[1], xhat, grads)
+
+
+@register_layer(nn.InstanceNorm1d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.InstanceNorm2d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.InstanceNorm3d, parameters=WEIGHT_AND_BIAS)
+def instance_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Normalised over the positions of each channel, or by running statistics in eval mode if it has some."""
+    assert isinstance(layer, _InstanceNorm)
+    axes = layer._get_no_batch_dim() + 1
+    _check_axes(inputs.dim() == axes, layer, inputs, f"{axes} axes")
+    if layer.training or not layer.track_running_stats:
+        xhat = F.instance_norm(inputs, eps=layer.eps)
+    else:
+        xhat = F.instance_norm(inputs, layer.running_mean, layer.running_var, use_input_stats=False, eps=layer.eps)
+    return _over_channels(layer, xhat.shape[1], xhat, grads)
+
+
+@register_layer(nn.BatchNorm1d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.BatchNorm2d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.BatchNorm3d, parameters=WEIGHT_AND_BIAS)
+def batch_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Normalised by the running statistics in eval mode; in training mode `plan_layers` raises."""
+    assert isinstance(layer, _BatchNorm) and not layer.training and layer.running_mean is not None
+    xhat = F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=layer.eps)
+    return _over_channels(layer, xhat.shape[1], xhat, grads)
+
+
+def _over_channels(layer: nn.Module, channels: int, xhat: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Rows for xhat (n, channels, ...) with one weight per channel."""
     n, k = grads.shape[:2]
-    channels = layer.weight.numel()
-    rows = summed_products(
-        grads.reshape(n, k, channels, -1).transpose(2, 3), negative.reshape(n, channels, -1).transpose(1, 2)
-    )
-    return {"weight": rows}
+    xhat, grads = xhat.reshape(n, channels, -1), grads.reshape(n, k, channels, -1)
+    return _affine_rows(layer, xhat.transpose(1, 2), grads.transpose(2, 3))
+
+
+def _affine_rows(layer: nn.Module, xhat: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Rows (n, k, f) for xhat (n, s, f) and h (n, k, s, f)."""
+    rows = {}
+    if getattr(layer, "weight", None) is not None:
+        rows["weight"] = summed_products(grads, xhat)
+    if getattr(layer, "bias", None) is not None:
+        rows["bias"] = grads.sum(2)
+    return rows
+
+
+# of layers whose outputs torch makes as views
+GIVE_VIEWS = (linear_rows, turned_linear_rows, instance_norm_rows)
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+@register_layer(nn.Conv1d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.Conv2d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.Conv3d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.ConvTranspose1d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.ConvTranspose2d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.ConvTranspose3d, parameters=WEIGHT_AND_BIAS)
+def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
+    """Rows summed over the output positions; patches are cut out (im2col) for a block of samples at a time.
+
+    A transposed convolution is one of the input with zeros in between (the stride), and the kernel reversed.
+    """
+    assert isinstance(layer, Convolution | Transposed)
+    axes = len(layer.kernel_size)
+    _check_axes(inputs.dim() == axes + 2, layer, inputs, f"(n, channels, {axes} axes of positions)")
+    # (n, k, g o, *positions) -> (n, k, s, g, o), a view
+    columns = grads.flatten(3).unflatten(2, (layer.groups, -1)).permute(0, 1, 4, 2, 3)
+    bias = None if layer.bias is None else "bias"
+    if isinstance(layer, Transposed):
+        size = tuple(grads.shape[3:])  # of the output, output_padding or output_size included
+        features: Callable[[slice], Tensor] = partial(spread_patches, layer, size, inputs)
+    else:
+        features = partial(patches, layer, inputs)
+    part = Part(features, columns)
+    return SharedRows((part,), tuple(layer.weight.shape), bias=bias, swapped=isinstance(layer, Transposed))
+
+
+def _padding(layer: Convolution) -> list[int]:
+    """The padding (before, after) of each axis, last axis first, as F.pad takes it."""
+    if layer.padding_mode != "zeros":
+        return list(layer._reversed_padding_repeated_twice)  # what its forward pass uses then
+    if isinstance(layer.padding, str):
+        if layer.padding == "valid":
+            return [0] * (2 * len(layer.kernel_size))
+        # "same": an odd one goes after
+        total = [d * (size - 1) for d, size in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [side for length in reversed(total) for side in (length // 2, length - length // 2)]
+    return [side for length in reversed(layer.padding) for side in (length, length)]
+
+
+def patches(layer: Convolution, samples: Tensor, window: slice) -> Tensor:
+    """What the kernel sees at each output position: (n, g c, *positions) -> (n, s, g, c kernel)."""
+    padding, inputs = _padding(layer), samples[window]
+    if any(padding):
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        inputs = F.pad(inputs, padding, mode=mode)
+    steps = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    for axis, (size, step, gap) in enumerate(steps):
+        inputs = inputs.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]  # a view
+    return _in_order(layer, inputs)
+
+
+def spread_patches(layer: Transposed, size: Sequence[int], samples: Tensor, window: slice) -> Tensor:
+    """The inputs that reach each output position of a transposed convolution, in the order of its kernel."""
+    assert not isinstance(layer.padding, str)
+    inputs = samples[window]
+    lengths = [(length - 1) * step + 1 for length, step in zip(inputs.shape[2:], layer.stride, strict=True)]
+    spread = inputs.new_zeros(*inputs.shape[:2], *lengths)
+    spread[(slice(None), slice(None), *(slice(None, None, step) for step in layer.stride))] = inputs
+    # Output position y holds x[q] W[u] wherever y = q stride - padding + u dilation.
+    reach = [gap * (width - 1) for gap, width in zip(layer.dilation, layer.kernel_size, strict=True)]
+    before = [length - pad for length, pad in zip(reach, layer.padding, strict=True)]
+    after = [
+        total + length - first - own
+        for total, length, first, own in zip(size, reach, before, lengths, strict=True)
+    ]
+    sides = [side for pair in reversed(list(zip(before, after, strict=True))) for side in pair]
+    spread = F.pad(spread, sides)  # a negative side cuts off
+    for axis, (length, gap) in enumerate(zip(reach, layer.dilation, strict=True)):
+        spread = spread.unfold(2 + axis, length + 1, 1)[..., ::gap]
+    return _in_order(layer, spread, reverse=True)
+
+
+def _in_order(layer: Convolution | Transposed, cut: Tensor, reverse: bool = False) -> Tensor:
+    """(n, g c, *positions, *kernel) -> (n, s, g, c kernel), the kernel reversed or not."""
+    axes, cut = len(layer.kernel_size), cut.unflatten(1, (layer.groups, -1))
+    positions, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
+    if reverse:
+        cut = torch.flip(cut, list(kernel))
+    # Positions last in memory: the copy then runs along rows of the image.
+    position_count = math.prod(cut.shape[axis] for axis in positions)
+    ordered = cut.permute(0, 1, 2, *kernel, *positions).reshape(cut.shape[0], layer.groups, -1, position_count)
+    return ordered.permute(0, 3, 1, 2)

@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 from woodbury import _batch, _random
 from woodbury.loop.seen import Recognised, TapedLoss, recognise, same_loss
 from woodbury.loop.tape import Base, LossesInside, Node, state_of
-from woodbury.losses.rules import FUNCTIONS, loss_rule
-from woodbury.losses.scaled import ScaledLoss
+from woodbury.losses.rules import FUNCTIONS, ScaledLoss, loss_rule
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 

@@ -1,8 +1,6 @@
 """Loss rules: the values, residuals and curvature of a loss at the outputs."""
 
 from woodbury.losses import elementwise as _elementwise  # noqa: F401  (these fill the registry)
-from woodbury.losses import robust as _robust  # noqa: F401
-from woodbury.losses import scaled as _scaled  # noqa: F401
 from woodbury.losses import softmax as _softmax  # noqa: F401
 from woodbury.losses.rules import LossRule, loss_rule, register_loss
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from woodbury._vector import Parts
 from woodbury.model.fallback import Pass, WrittenRows, grads_of_many
-from woodbury.model.graph import PassGraph, fewest_digits
+from woodbury.model.graph import PassGraph
 from woodbury.model.plan import Plan
 
 _CHOICES = 2  # of the sample axis that are tried: the first that may be it, and the last
@@ -139,15 +139,14 @@ class Bare:
             total[name] = parameters[name].new_zeros(*columns[:2], *parameters[name].shape)
         return total
 
-    def check(self, rows: Parts, forward_pass: Pass, columns: Tensor) -> bool:
-        """Compare rows with a gradient, in half the digits of the pass.
+    def check(self, rows: Parts, forward_pass: Pass, columns: Tensor, precision: torch.dtype) -> bool:
+        """Compare rows with a gradient, in half the digits of the pass, which are those of `precision`.
 
         False if some are wrong, which the next call of `find_bare` knows then.
         """
         if not all(bool(torch.isfinite(own).all()) for own in rows.values()):
             return True  # nothing can be said; the step has its own word for it
         parameters = {name: self.plan.parameters[name] for name in self.keys}
-        precision = forward_pass.autocast or fewest_digits(forward_pass.outputs)
         wrong = WrittenRows(forward_pass, parameters, columns).wrong(rows, precision)
         self.plan.findings.note_bare(self.keys, wrong, columns.shape)
         return not wrong

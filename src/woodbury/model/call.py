@@ -12,21 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.forms import RowForm
-from woodbury.layers.norms import instance_norm_rows
+from woodbury.layers.maps import maps_inside, recurrent_forward, recurrent_obstacle, watch_linear_maps
 from woodbury.layers.positions import own_outputs
-from woodbury.layers.recurrent import recurrent_forward, recurrent_obstacle, recurrent_rows
-from woodbury.layers.registry import as_form
-from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows, sequence_rows, turned_linear_rows
+from woodbury.layers.rules import GIVE_VIEWS, WEIGHT_AND_BIAS, as_form, sequence_rows
 from woodbury.layers.sums import Place
 from woodbury.model.plan import Layer, Plan
-
-_GIVE_VIEWS = (
-    linear_rows,
-    turned_linear_rows,
-    instance_norm_rows,
-)  # rules of layers whose outputs torch makes as views
 
 
 @dataclass
@@ -99,24 +90,23 @@ class Notes:
     """The calls of a pass over a batch, noted as layers are called; and why some cannot be captured, by layer."""
 
     def __init__(self, plan: Plan, samples: int, cast: bool) -> None:
-        """cast: whether the pass runs under autocast."""
         self.calls: list[Call] = []  # in the order they were made
         self.obstacles: dict[str, str] = {}
-        self._plan, self._samples, self._cast = plan, samples, cast
+        self._plan, self._samples, self._cast = plan, samples, cast  # cast: whether the pass runs under autocast
 
     def forwards(self) -> dict[nn.Module, Callable[..., Any]]:
         """What runs in place of `forward` of each layer, to note its calls."""
         return {layer.module: partial(self._runner(layer), layer) for layer in self._plan.layers}
 
     def _runner(self, layer: Layer) -> Callable[..., Any]:
-        if layer.rule is recurrent_rows:
-            return self._run_by_steps
-        return self._run_attention if layer.rule is attention_rows else self._run_layer
+        if layer.rule is not maps_inside:
+            return self._run_layer
+        return self._run_attention if isinstance(layer.module, nn.MultiheadAttention) else self._run_by_steps
 
     def _run_layer(self, layer: Layer, *args: Any, **kwargs: Any) -> Tensor:
         plain = type(layer.module).forward
         outputs: Tensor = plain(layer.module, *args, **kwargs)
-        if outputs.dim() > 2 and layer.rule in _GIVE_VIEWS:
+        if outputs.dim() > 2 and layer.rule in GIVE_VIEWS:
             outputs = own_outputs(outputs)
         if kwargs:
             bound = signature(plain).bind(layer.module, *args, **kwargs)
@@ -134,7 +124,7 @@ class Notes:
         given = signature(plain).bind(layer.module, *args, **kwargs).args[1:]
         obstacle = recurrent_obstacle(layer.module, given, self._samples)
         if obstacle is not None:
-            self.obstacles[layer.name] = f"layer {layer.name!r} {obstacle}. Or pass fallback='autograd'"
+            self._leave_out(layer, obstacle)
         elif layer.name not in self._plan.findings.uncapturable:
             return recurrent_forward(layer.module, self._plan.names, partial(self._note_map, layer), *given)
         return plain(layer.module, *args, **kwargs)
@@ -163,45 +153,43 @@ class Notes:
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
         if constant or layer.name in self._plan.findings.uncapturable or layer.name in self.obstacles:
             return  # constant: called under torch.no_grad()
-        obstacle = self._obstacle(layer, arguments[0], outputs) or self._parameter_obstacle(layer, outputs, places)
+        obstacle = self._obstacle(layer, arguments[0], outputs, places)
         if obstacle is not None:
-            self.obstacles[layer.name] = obstacle  # raised where nothing else gives its rows
+            self._leave_out(layer, obstacle)
             return
         versions = (*(tensor._version for tensor in arguments), outputs._version)
         edge = get_gradient_edge(outputs)
         self.calls.append(Call(layer, arguments, outputs, edge, versions, places, **more))
 
-    def _obstacle(self, layer: Layer, inputs: Tensor, outputs: Tensor) -> str | None:
-        """Why a call cannot be captured, or None: the first axis must be the sample axis, in plain autograd."""
+    def _leave_out(self, layer: Layer, obstacle: str) -> None:
+        """An error with this reason is raised where nothing else gives the rows of the layer."""
+        self.obstacles[layer.name] = f"layer {layer.name!r} {obstacle}. Or pass fallback='autograd'"
+
+    def _obstacle(self, layer: Layer, inputs: Tensor, outputs: Tensor, places: Mapping[str, Place]) -> str | None:
+        """Why a call cannot be captured, as the end of a sentence; or None."""
         if torch._C._functorch.is_functorch_wrapped_tensor(outputs):
             return (
-                f"layer {layer.name!r} is called inside a torch.func transform, where its rows cannot be "
-                "captured: use torch.autograd.grad(..., create_graph=True) instead, or pass fallback='autograd'"
+                "is called inside a torch.func transform, where its rows cannot be captured: use "
+                "torch.autograd.grad(..., create_graph=True) instead"
             )
         for what, tensor in (("input", inputs), ("output", outputs)):
             shape = tensor.shape
             if not shape or shape[0] != self._samples:
                 return (
-                    f"layer {layer.name!r} has an {what} of shape {tuple(shape)} in a batch of {self._samples} "
-                    "samples: the first axis must be the sample axis. Bring it there (what is the same for all "
-                    "samples: .expand(n, ...)), or pass fallback='autograd'"
+                    f"has an {what} of shape {tuple(shape)} in a batch of {self._samples} samples: the first axis "
+                    "must be the sample axis. Bring it there (what is the same for all samples: .expand(n, ...))"
                 )
-        return None
-
-    def _parameter_obstacle(self, layer: Layer, outputs: Tensor, places: Mapping[str, Place]) -> str | None:
-        """Why a call cannot be captured, or None: it must use the parameters of the plan, as they are or cast."""
         own, plain = layer.module._parameters, places is layer.places
         for local, place in places.items():
             used = self._plan.parameters[place.name]
             if not used.requires_grad or (plain and own.get(local) is not used):
                 return (
-                    f"layer {layer.name!r} is called with other parameters than its own "
-                    "(torch.func.functional_call), or with its own frozen for the call: use .detach() on values "
-                    "instead, or pass fallback='autograd'"
+                    "is called with other parameters than its own (torch.func.functional_call), or with its own "
+                    "frozen for the call: use .detach() on values instead"
                 )
         if outputs.dtype != used.dtype and used.dtype.itemsize > outputs.dtype.itemsize and not self._cast:
             return (
-                f"layer {layer.name!r} gives {outputs.dtype} with parameters of {used.dtype} (torch.autocast "
-                "inside the model?): leave that out, or pass fallback='autograd'"
+                f"gives {outputs.dtype} with parameters of {used.dtype} (torch.autocast inside the model?): leave "
+                "that out"
             )
         return None

@@ -5,7 +5,7 @@ Nothing stays on tensors or modules: `capture` returns a value, and its keys are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from woodbury import _random
 from woodbury._vector import Parts
 from woodbury.device import fingerprint
 from woodbury.jets import run_layer
-from woodbury.layers.forms import RowForm
+from woodbury.layers.forms import ExplicitRows, RowForm
+from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
-from woodbury.model.bare import find_bare
+from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call, Notes
 from woodbury.model.chain import Back, MovedForward, chain_rows
-from woodbury.model.fallback import Forward, Pass, outputs_agree
-from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled
+from woodbury.model.fallback import Forward, Pass, WrittenRows, grads_of_many, outputs_agree, tells_little
+from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled, unseen_parameters
 from woodbury.model.plan import FAST_PATHS, Layer, Plan
-from woodbury.model.rows import GraphRows
 from woodbury.products import jacobian_products, transposed_jacobian_product
 
 
@@ -39,11 +40,14 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
 
 @dataclass
 class GraphCapture(Pass):
-    """A forward pass that autograd followed, with the calls of every layer."""
+    """A forward pass that autograd followed, with the calls of every layer.
 
-    raw: Tensor  # the outputs in the model's own shape
+    Rows come from layer rules, bare parameters, and for the others the fallback.
+    """
+
     calls: list[Call]  # in the order they were made
     obstacles: Mapping[str, str]  # layers whose calls were not captured, and why
+    raw: Tensor  # the outputs in the model's own shape
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
@@ -72,8 +76,119 @@ class GraphCapture(Pass):
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
         (columns,) = segments
-        return GraphRows(self, self.calls, self.obstacles).of(
-            columns if columns.dim() == 3 else columns.unsqueeze(1)
+        columns = columns if columns.dim() == 3 else columns.unsqueeze(1)
+        graph = PassGraph.behind(self.outputs)
+        unseen = unseen_parameters(self.plan, graph, self.calls)
+        forms: dict[str, RowForm] | None = None
+        while forms is None:  # rows of bare parameters that were wrong are not tried again
+            forms = self._attempt(columns, *self._without_rules(graph, unseen))
+        # in other batches an axis may look like that of the samples
+        self.plan.findings.leave_out(self.obstacles)
+        return forms
+
+    def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, list[str]]:
+        """Where rows come from that no rule gives: bare parameters, and those left to the fallback.
+
+        Raises an error that names a parameter where the fallback is needed and there is none.
+        """
+        plan = self.plan
+        hindered = [plan.layer_named[layer] for layer in self.obstacles]
+        own = [name for layer in hindered for name in layer.parameters.values()]
+        lacking = list(dict.fromkeys([*plan.uncovered, *unseen, *own]))
+        blocks = {plan.block_of[name][0] for name in lacking}
+        wanted = [full for block in plan.owned if block in blocks for full in plan.owned[block].values()]
+        bare = find_bare(plan, graph, wanted, len(self.outputs))
+        written = [name for name in wanted if name not in bare.keys]
+        if written and not plan.has_fallback:
+            blocks = {plan.block_of[name][0] for name in written}
+            culprits = [name for name in lacking if plan.block_of[name][0] in blocks]
+            culprits.sort(key=lambda name: (name in bare.keys, tells_little(name)))  # those that tell most first
+            raise ValueError(self._refusal(culprits, unseen))
+        return bare, written
+
+    def _refusal(self, names: Sequence[str], unseen: Mapping[str, str]) -> str:
+        """Why parameters have no rows, and the ways out."""
+        plan, name = self.plan, names[0]
+        if name in plan.uncovered:
+            return plan.uncovered[name]
+        obstacles = {**plan.findings.uncapturable, **self.obstacles}
+        for layer in plan.layers:
+            if layer.name in obstacles and not set(names).isdisjoint(layer.parameters.values()):
+                return obstacles[layer.name]
+        return (
+            f"parameter {name!r} is used outside the forward call of its module {unseen[name]!r}, where no rule "
+            "sees it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
+            "module itself, or pass fallback='autograd'"
+        )
+
+    def _attempt(self, columns: Tensor, bare: Bare, written: Sequence[str]) -> dict[str, RowForm] | None:
+        """The rows; None if those of bare parameters turned out to be wrong."""
+        plan = self.plan
+        rows: Parts = {}
+        if written:
+            rows = WrittenRows(self, {name: plan.parameters[name] for name in written}, columns).compute()
+        explicit = {plan.block_of[name][0] for name in (*written, *bare.keys)}
+        ruled = plan.owned.keys() - explicit
+        calls = [call for call in self.calls if any(plan.block_of[name][0] in ruled for name in call.parameters)]
+        unsure = not bare.is_checked(columns.shape)
+        keep_graph = unsure or bare.goes_back_again
+        edges = [*(call.edge for call in calls), *(meeting.edge for meeting in bare.meetings)]
+        grads = self._grads(edges, columns, keep_graph)
+        if bare.keys:
+            bare_rows = bare.rows(grads[len(calls) :], columns.shape)
+            if unsure and not bare.check(bare_rows, self, columns, self.precision):
+                return None
+            rows |= bare_rows
+        forms = self._by_rules(calls, grads, ruled)
+        for block in explicit:  # (n, k, *shape) of each of its parameters
+            names = plan.owned[block]
+            own = {local: rows[full].flatten(0, 1).detach() for local, full in names.items()}
+            forms[block] = ExplicitRows(own)
+        return {block: forms[block] for block in plan.owned if block in forms}
+
+    def _by_rules(
+        self, calls: Sequence[Call], grads: Sequence[Tensor | None], ruled: Collection[str]
+    ) -> dict[str, RowForm]:
+        """Rows of modules whose parameters are used in calls alone."""
+        plan = self.plan
+        uses: dict[str, list[Use]] = {}
+        for call, grad in zip(calls, grads, strict=False):
+            if grad is not None:
+                form = call.form(grad.transpose(0, 1), plan.dtype).within(plan.max_bytes)
+                for block, use in self._by_block(call, form).items():
+                    uses.setdefault(block, []).append(use)
+        forms: dict[str, RowForm] = {}
+        for block in ruled & uses.keys():
+            shapes = {local: plan.parameters[full].shape for local, full in plan.owned[block].items()}
+            forms[block] = sum_uses(uses[block], shapes, plan.max_bytes)
+        return forms
+
+    def _by_block(self, call: Call, form: RowForm) -> dict[str, Use]:
+        """The rows of a call, split by the modules its parameters belong to."""
+        uses: dict[str, dict[str, Place]] = {}
+        for own, place in call.places.items():
+            block, local = self.plan.block_of[place.name]
+            uses.setdefault(block, {})[own] = place._replace(name=local)
+        if set(uses) != {call.layer.name}:
+            form = form.only_rows()  # the module also depends on parameters of others
+        return {block: Use(form.restrict(places), places) for block, places in uses.items()}
+
+    def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
+        """Gradients that arrive at edges, (k, *shape) each, or None where they have no effect."""
+        if not edges:
+            return []
+        if columns.shape[1] == 1:
+            grads = torch.autograd.grad(
+                self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
+            )
+            return [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
+
+    def _warn_of_columns(self, count: int) -> None:
+        self.plan.findings.warn_of_passes(
+            count,
+            "an operation in it cannot be differentiated for several columns of a sample at once. Ways out: "
+            "another operation in its place, fewer outputs, or NaturalGradient, which has one column per sample",
         )
 
     def is_bare(self, layer: Layer) -> bool:
@@ -101,7 +216,7 @@ class GraphCapture(Pass):
                 values = {name: own.detach() for name, own in plan.parameters.items()}
                 moved = torch._foreach_add([values[name] for name in changes], list(changes.values()))
                 values.update(zip(changes, moved, strict=True))
-                return self.repeat("outputs", self._outputs_at, values, self.inputs).detach()
+                return self.repeat("outputs", self.run_with, values, self.inputs).detach()
             with moved_model(plan, changes, forwards):
                 return self.forward(plan.model, self.inputs).detach()
 
@@ -126,9 +241,6 @@ class GraphCapture(Pass):
                 moved = self.forward(plan.model, self.inputs).detach()
         _random.restore(now)
         return outputs_agree(exchanged, moved, self)
-
-    def _outputs_at(self, values: Parts, inputs: Any) -> Tensor:
-        return self.run_with(values, inputs).reshape(self.raw.shape)
 
     def repeat(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return self.plan.replays(lambda: (name, self.autocast, self._fingerprint), function, *arguments)
@@ -297,9 +409,9 @@ def _capture(
         forward,
         inputs,
         flat,
-        outputs.detach(),
         notes.calls,
-        obstacles=notes.obstacles,
+        notes.obstacles,
+        outputs.detach(),
         autocast=autocast,
         random=random,
     )

@@ -26,7 +26,7 @@ from woodbury._vector import Parts
 from woodbury.layers.forms import OuterSum, linear
 from woodbury.layers.outer import OuterRows, layout_of
 from woodbury.layers.rules import has_own_parameters, linear_rows
-from woodbury.model.plan import Layer, Plan
+from woodbury.model.plan import Layer, Plan, plan_layers
 from woodbury.modules import Scale, Sine
 
 aten = torch.ops.aten
@@ -241,12 +241,10 @@ class ChainCapture:
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector, (k, n, C): z' = W v' + W' v + b', v' = phi'(z) z'."""
-        stacked = [
-            {local: torch.stack([vector[full] for vector in vectors]) for local, full in layer.parameters.items()}
-            for layer in self.chain.layers
-        ]
         below: Tensor | None = None  # v', (k, n, i)
-        for index, change in enumerate(stacked):
+        for index, layer in enumerate(self.chain.layers):
+            names = layer.parameters.items()
+            change = {local: torch.stack([vector[full] for vector in vectors]) for local, full in names}
             below = self._moved(index, below, change, self.layer_inputs[index])
             if index < len(self.chain.activations):
                 below = below * self._slope(index)
@@ -345,3 +343,41 @@ def _modules_in_order(model: nn.Module) -> Iterator[nn.Module]:
 
 _KNOWN: tuple[type[nn.Module], ...] = (nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KNOWN}
+
+
+class Structure:
+    """The layers to train, and whether they form a chain."""
+
+    def __init__(self, has_fallback: bool, by_layers: bool, max_bytes: int | None) -> None:
+        self.has_fallback = has_fallback
+        self.by_layers = by_layers
+        self.max_bytes = max_bytes
+        self.chain: Chain | None = None  # the model as a chain, if its structure is one
+        self.names: list[list[str]] = []  # of the trained parameters in each group
+        self._plan: Plan | None = None
+        self.groups: tuple[tuple[int, ...], ...] = ()  # the ids of the parameters in each group
+
+    def fresh_copy(self) -> Structure:
+        """The same settings before any model was read: for a copy of the optimizer."""
+        return Structure(self.has_fallback, self.by_layers, self.max_bytes)
+
+    def read(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Plan:
+        """The plan of the model as it is now, for the parameter groups of an optimizer."""
+        ids = tuple([tuple(map(id, group["params"])) for group in groups])
+        if self._plan is not None and self.groups == ids and self._plan.is_current(model):
+            if self.chain is not None and not self.chain.is_current():
+                self.chain = None
+            return self._plan
+        named = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in named.items()}
+        trained = {names[id(p)] for group in groups for p in group["params"] if id(p) in names}
+        if len(trained) < len(named):
+            named = {name: parameter for name, parameter in named.items() if name in trained}
+        plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
+        if self._plan is not None:
+            plan.findings.take_over(self._plan.findings)
+        self._plan = plan
+        self.groups = ids
+        self.names = [[plan.names[own] for own in group if own in plan.names] for group in ids]
+        self.chain = read_chain(plan, model) if self.by_layers else None
+        return plan

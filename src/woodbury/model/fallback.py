@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 from woodbury import _batch, _random
 from woodbury._process import ForAllThreads
 from woodbury._vector import Parts
-from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
+from woodbury.layers.maps import plain_attention
 from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.model.expanded import expand
 from woodbury.model.plan import Plan
@@ -284,10 +284,7 @@ class WrittenRows:
 
 
 def _rows_on_graph(
-    outputs: Tensor,
-    parameters: Mapping[str, nn.Parameter],
-    columns: Tensor,
-    together: bool = False,
+    outputs: Tensor, parameters: Mapping[str, nn.Parameter], columns: Tensor, together: bool = False
 ) -> Parts:
     """Rows (n, k, *shape) for outputs (n, C) attached to the graph of any model.
 

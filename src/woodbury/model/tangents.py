@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from woodbury import _vector
-from woodbury._forward_mode import derivatives_along
 from woodbury._vector import Parts
-from woodbury.layers.attention import plain_attention
+from woodbury.layers.maps import plain_attention
 from woodbury.model.fallback import Pass, no_batching_warnings
+from woodbury.taylor import derivatives_along
 
 
 def push_forward(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor | None:
@@ -59,7 +59,7 @@ def agrees_with_differences(
     """Whether y'' by forward mode is that of central differences, as far as their rounding lets them tell.
 
     torch has formulas that are wrong where forward mode is nested. Those known are left out
-    (`woodbury._forward_mode`); this finds others.
+    (`woodbury.taylor`); this finds others.
     """
     outputs, step = forward_pass.outputs.detach(), _difference_step(forward_pass, vector)
     differences = central_difference(forward_pass, run, vector)

@@ -30,10 +30,6 @@ class Term:
     samples: int
     width: int  # numbers per sample
 
-    @property
-    def numbers(self) -> int:
-        return self.samples * self.width
-
 
 @dataclass(frozen=True)
 class Terms:
@@ -43,7 +39,7 @@ class Terms:
 
     def as_inputs(self, like: Tensor) -> tuple[Tensor, Terms]:
         """With the place of each number: the sample axis of the batch, from which a subset can be chosen."""
-        return torch.arange(sum(term.numbers for term in self.terms), device=like.device), self
+        return torch.arange(sum(term.samples * term.width for term in self.terms), device=like.device), self
 
 
 def terms_of(inputs: Any) -> Terms | None:
@@ -60,7 +56,21 @@ def capture_terms(terms: Terms, capture: Callable[[Any, int], GraphCapture]) -> 
             captures.append(capture(term.inputs, term.samples))
         except (ValueError, TypeError) as error:
             raise ValueError(f"term {term.name!r}: {error}") from error
-    return JoinedCapture.of(captures)
+    first = captures[0]
+    with torch.enable_grad():
+        outputs = torch.cat([own.outputs.flatten() for own in captures]).unsqueeze(1)
+    return JoinedCapture(
+        first.plan,
+        _all_terms(first.forward),
+        [own.inputs for own in captures],
+        outputs,
+        calls=[],
+        obstacles={},
+        raw=outputs.detach(),
+        captures=captures,
+        autocast=first.autocast,
+        random=first.random,
+    )
 
 
 @dataclass
@@ -69,24 +79,6 @@ class JoinedCapture(GraphCapture):
 
     captures: Sequence[GraphCapture]
     chain = None
-
-    @staticmethod
-    def of(captures: Sequence[GraphCapture]) -> JoinedCapture:
-        first = captures[0]
-        with torch.enable_grad():
-            outputs = torch.cat([own.outputs.flatten() for own in captures]).unsqueeze(1)
-        return JoinedCapture(
-            first.plan,
-            _all_terms(first.forward),
-            [own.inputs for own in captures],
-            outputs,
-            outputs.detach(),
-            calls=[],
-            obstacles={},
-            captures=captures,
-            autocast=first.autocast,
-            random=first.random,
-        )
 
     @cached_property
     def _fingerprint(self) -> Hashable:

@@ -26,7 +26,7 @@ from woodbury.device.scalars import to_device
 from woodbury.loop.calls import Seen, SeenBatch
 from woodbury.loop.compare import Comparison, compare
 from woodbury.loop.watch import Watcher, run_closure
-from woodbury.losses.scaled import NoLoss, ScaledLoss
+from woodbury.losses.rules import NoLoss, ScaledLoss
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
 from woodbury.model.compiled import uncompiled, written_model

@@ -21,10 +21,9 @@ from woodbury.device.scalars import as_number, is_known, to_device
 from woodbury.loop.watch import UNWATCHED
 from woodbury.losses.rules import LossRule, loss_rule
 from woodbury.model.capture import call_model
-from woodbury.model.chain import Chain
+from woodbury.model.chain import Chain, Structure
 from woodbury.model.compiled import run_as_written
 from woodbury.model.plan import Plan
-from woodbury.model.structure import Structure
 from woodbury.optim.price import affordable_rows
 from woodbury.optim.settings import Hyperparameters, Settings, check_groups, explain_inputs, read_settings
 from woodbury.optim.shards import borrow_sample, count_nothing, describe

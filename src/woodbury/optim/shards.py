@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch
 from woodbury._choice import part_named
-from woodbury.losses.rules import loss_rule
-from woodbury.losses.scaled import ScaledLoss
+from woodbury.losses.rules import ScaledLoss, loss_rule
 from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.quadratic.quadratic import Problem
 

@@ -15,7 +15,7 @@ from woodbury import _random, products
 from woodbury._batch import explain_types
 from woodbury._vector import Parts, Vector
 from woodbury.device.scalars import Truth, as_truth, compute, is_known
-from woodbury.layers.attention import plain_attention
+from woodbury.layers.maps import plain_attention
 from woodbury.optim.faults import BATCH_ERRORS, Doubts, check_solved, name_bad_samples
 from woodbury.optim.info import Numbers, StepInfo
 from woodbury.optim.problems import Context

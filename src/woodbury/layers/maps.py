@@ -1,31 +1,40 @@
-"""LSTM, GRU and RNN: two linear maps shared by all time steps.
+"""Attention and recurrent layers: their parameters act through linear maps inside their forward pass.
+
+Each z = W v + b inside them, at every position, is a use of all or part of the weights, and is reported. Attention
+runs torch's own forward pass, with all its options, in which `watch_linear_maps` sees the calls of `F.linear`. An
+LSTM, GRU or RNN has two linear maps shared by all time steps:
 
     z_t = W_ih x_t + b_ih,   y_t = W_hh h_{t-1} + b_hh,   h_t = a function of z_t, y_t and the state before
 
 The rows of W_ih and b_ih are those of a linear map on the sequence x, with the gradients in z_t as columns; those
 of W_hh and b_hh the same on the sequence h_{t-1}, with the gradients in y_t. Where h_t depends on z_t + y_t alone
 (LSTM, RNN) these are the same. In a GRU the last third enters as r y, so that its gradient in y is r times that in
-z.
-
-torch's own forward pass shows no z. The pass is run here step by step, with the same numbers up to rounding, and
-reports each z.
+z. torch's own forward pass shows no z: the pass is run here step by step, with the same numbers up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from woodbury.layers.registry import register_layer
+from woodbury._process import ForAllThreads
+from woodbury.layers.positions import own_outputs
+from woodbury.layers.rules import register_layer
 from woodbury.layers.sums import Place, whole_parameter
 
-_MAX_LAYERS = 64  # of one module; more take the fallback
+# Inside, attention is computed by kernels that can be differentiated twice, and mapped: torch's fused ones cannot.
+plain_attention = ForAllThreads(lambda: sdpa_kernel(SDPBackend.MATH))
+
+PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+_MAX_LAYERS = 64  # of one recurrent module; more take the fallback
 _IN_LAYERS = [
     f"{name}_l{layer}{way}"
     for name in (*NAMES, "weight_hr")  # the last: projections, refused when the layer is called
@@ -33,24 +42,82 @@ _IN_LAYERS = [
     for way in ("", "_reverse")
 ]
 
-
-# A use of W and b during a pass: v and z = W v + b, (n, t, features) each, the places of W and b, and a factor on
-# gradients in z of the same shape, or None.
-Report = Callable[[Tensor, Tensor, "tuple[Place | None, Place | None]", "Tensor | None"], None]
-
-
+# Takes a use of W and b during a pass: v and z = W v + b, (n, t, features) each, and the places of W and b, or
+# None; if gradients in z are to be multiplied by a factor, this too.
+Report = Callable[..., None]
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 
 
+@register_layer(nn.MultiheadAttention, parameters=PROJECTIONS)
 @register_layer(nn.LSTM, parameters=_IN_LAYERS)
 @register_layer(nn.GRU, parameters=_IN_LAYERS)
 @register_layer(nn.RNN, parameters=_IN_LAYERS)
 @register_layer(nn.LSTMCell, parameters=NAMES)
 @register_layer(nn.GRUCell, parameters=NAMES)
 @register_layer(nn.RNNCell, parameters=NAMES)
-def recurrent_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Any:
+def maps_inside(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Any:
     """Mark the layer: its rows are those of the linear maps inside it."""
-    raise AssertionError("the rows of recurrent layers come from the linear maps inside them")
+    raise AssertionError(f"the rows of {type(layer).__name__} come from the linear maps inside it")
+
+
+def projects_out(module: nn.Module, trained: Collection[int]) -> bool:
+    """Whether a module is attention that uses parameters of its `out_proj`, some of them trained (given by id)."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    return any(id(parameter) in trained for parameter in module.out_proj._parameters.values())
+
+
+def watch_linear_maps(
+    forward: Callable[..., Any], samples: int, names: Mapping[int, str], report: Report
+) -> Callable[..., Any]:
+    """`forward` of attention, whose every z = F.linear(v, W, b) also calls report(v, z, places of W and b).
+
+    names: id of a trainable parameter -> its name. v and z have samples first; torch passes tensors (positions, n,
+    features), or (positions n, features). Calls with other weights are not reported. torch's functions are copied
+    to see a linear map of ours in place of `F.linear`, so that nothing is exchanged for the rest of the program.
+    """
+
+    def place(tensor: Tensor | None) -> Place | None:
+        """The place of a tensor in a trainable parameter, or None."""
+        whole = tensor if tensor is None or id(tensor) in names else tensor._base
+        if tensor is None or whole is None or id(whole) not in names:
+            return None
+        start = (tensor.storage_offset() - whole.storage_offset()) // whole.stride(0)
+        return Place(names[id(whole)], start, tensor.shape[0])
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        places = place(weight), place(bias)
+        flat = input.dim() == 2
+        if places == (None, None) or (flat and len(input) % samples):  # the second has no sample axis
+            return F.linear(input, weight, bias)
+        inputs = (input.unflatten(0, (-1, samples)) if flat else input).transpose(0, 1)  # (n, positions, features)
+        outputs = F.linear(inputs, weight, bias)
+        if 1 in outputs.shape[:2]:  # nothing is copied below, and the caller may change what it gets in place
+            outputs = own_outputs(outputs)
+        report(inputs, outputs, places)
+        outputs = outputs.transpose(0, 1).contiguous()  # torch takes views of it
+        return outputs.flatten(0, 1) if flat else outputs
+
+    if not isinstance(forward, FunctionType):
+        return forward
+    return _copy(forward, {**forward.__globals__, "F": SimpleNamespace(**_functions_with(linear))})
+
+
+def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
+    """What `torch.nn.functional` holds, with its functions for attention copied to call this linear map."""
+    functions = dict(vars(F), linear=linear)
+    for name in ("multi_head_attention_forward", "_in_projection_packed", "_in_projection"):
+        function = functions.get(name)
+        if isinstance(function, FunctionType) and function.__globals__ is vars(F):  # torch's own
+            functions[name] = _copy(function, functions)
+    return functions
+
+
+def _copy(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """A copy of a function that looks up global names in `names`."""
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def recurrent_obstacle(layer: nn.Module, arguments: Sequence[Any], samples: int) -> str | None:
@@ -158,7 +225,7 @@ def _run(
         before, factors, hidden = before[::-1], factors[::-1], hidden[::-1]
     on_inputs, on_state = (place(W_ih), place(b_ih)), (place(W_hh), place(b_hh))
     if on_inputs != (None, None):
-        report(xs, z, on_inputs, None)
+        report(xs, z, on_inputs)
     if on_state != (None, None):
         with torch.no_grad():
             on_grads = None
