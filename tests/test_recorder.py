@@ -21,8 +21,7 @@ from run_folders import contents
 from woodbury.runs import readings
 from woodbury.runs import recorder as module
 from woodbury.runs.config import RunConfig
-from woodbury.runs.records import is_complete
-from woodbury.runs.run import load
+from woodbury.runs.records import is_complete, load
 from woodbury.runs.storage import RunFolderError
 
 EPOCHS, BATCHES = 3, 4

@@ -12,10 +12,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from woodbury._style import STYLE
-from woodbury.runs.looks import Look
-from woodbury.runs.medians import groups_of
+from woodbury.runs.medians import Look, groups_of
 from woodbury.runs.panels import Axis, Drawing, Panel, describe
-from woodbury.runs.run import Run
+from woodbury.runs.records import Run
 
 
 def draw(runs: Sequence[Run]) -> Figure:

@@ -13,8 +13,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Affine2D
 
 from woodbury.policies.damping import LevenbergMarquardt
-from woodbury.runs.looks import Look
-from woodbury.runs.medians import Curve, Group, curves_of
+from woodbury.runs.medians import Curve, Group, Look, curves_of
 
 _LOW_RATIO = LevenbergMarquardt.threshold
 THRESHOLDS = (_LOW_RATIO, 1 - _LOW_RATIO)  # of the ratio: damping changes there

@@ -15,7 +15,7 @@ from woodbury._files import write_whole
 from woodbury.runs.figure import draw, image
 from woodbury.runs.medians import Group, by_dataset, ends_of, groups_of
 from woodbury.runs.panels import THRESHOLDS, describe
-from woodbury.runs.run import Run, load
+from woodbury.runs.records import Run, load
 from woodbury.runs.storage import round_numbers
 from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
