@@ -20,6 +20,7 @@ from woodbury import _random
 from woodbury.loop.tape import Base, Node
 from woodbury.losses.rules import FUNCTIONS, LossRule, register_loss
 
+_signature = cache(inspect.signature)
 _PER_CLASS = (F.cross_entropy, F.nll_loss)
 _MOST_OUTPUTS = 1024  # per sample, whose Hessian is formed
 
@@ -165,9 +166,8 @@ def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
         variance = options.pop("var")
         if isinstance(variance, Node):
             return None
-        targets = torch.stack(
-            [targets, torch.as_tensor(variance, device=targets.device).to(targets).expand_as(targets)], 1
-        )
+        variance = torch.as_tensor(variance, device=targets.device).to(targets)
+        targets = torch.stack([targets, variance.expand_as(targets)], 1)
     if {"size_average", "reduce"} & options.keys() or any(isinstance(value, Node) for value in options.values()):
         return None
     loss = _module(kind, options)
@@ -220,20 +220,14 @@ def _place(
         return placed.reshape(outputs.shape if outputs.shape[:1] == (samples,) else (samples, -1)), False
     classes = outputs.shape[-1]
     start = found[:, 0]
-    if classes != found.shape[1] or bool(
-        (found != start.unsqueeze(1) + torch.arange(classes, device=start.device)).any()
-    ):
+    consecutive = start.unsqueeze(1) + torch.arange(classes, device=start.device)
+    if not torch.equal(found, consecutive):
         return None
     ignored = int(loss.ignore_index)
     placed = torch.full((outputs.numel() // classes,), ignored, dtype=targets.dtype, device=targets.device)
     placed[start // classes] = targets
     positions = len(placed) // samples
     return (placed, False) if positions == 1 else (placed.reshape(samples, positions), True)
-
-
-@cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
 
 
 def _module(kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module | None:
