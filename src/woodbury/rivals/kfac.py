@@ -214,9 +214,8 @@ def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor
         lower, info = torch.linalg.cholesky_ex(damped)
         done = info == 0
         # cholesky_inverse raises on a factor that was left unfinished
-        inverse = torch.cholesky_inverse(
-            _where(done, lower, partial(identity, len(lower), lower.dtype, lower.device))
-        )
+        unit = partial(identity, len(lower), lower.dtype, lower.device)
+        inverse = torch.cholesky_inverse(_where(done, lower, unit))
         result[side] = _where(done, inverse, partial(torch.zeros_like, inverse))
         result[f"{side}_shift"] = shift
         ok = ok & done

@@ -130,8 +130,7 @@ class Recorder:
             test_error: the fraction of test samples with a wrong answer, for classification.
             epoch: the number of epochs since the start, 0 before training; it may be a fraction.
         """
-        wait_for_device()  # for the steps, whose time counts; what follows does not
-        with self._clock.stopped():
+        with self.paused():
             self._check_open()
             number = math.floor(self.epochs) + 1 if epoch is None else read_number("epoch", epoch)
             if number < self.epochs or number == self.epochs > 0:
