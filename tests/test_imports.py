@@ -85,7 +85,6 @@ FLOORS = {
         ["records"],
         ["recorder", "medians"],
         ["panels", "verdict"],
-        ["figure"],
         ["report"],
     ],
 }

@@ -7,7 +7,7 @@ sliced or reordered. `TapedLoss` is any other: its residual and its Hessian at e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -44,6 +44,15 @@ class TapedLoss(nn.Module):
         with torch.enable_grad():
             value = self.root.value_from(self.base, shaped) * self.factor
         return value.sum()  # of one number
+
+    def hessian_times(self, outputs: Tensor, directions: Iterable[Tensor]) -> list[Tensor] | None:
+        """Products of the second derivatives of f at outputs (n, C) of the whole batch; None for zero."""
+        with torch.enable_grad():
+            point = outputs.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.value(point), point, create_graph=True)
+        if not slope.requires_grad:
+            return None
+        return [torch.autograd.grad(slope, point, each, retain_graph=True)[0] for each in directions]
 
     def with_others(self, outputs: Tensor, places: Tensor) -> Tensor:
         """Outputs (n, C) of the whole batch, those at `places` given and the others as they were seen."""
@@ -87,14 +96,11 @@ class _TapedRule(LossRule):
                 f"large to be formed (up to {_MOST_OUTPUTS}): use a loss of torch.nn in the loop (cross entropy "
                 "on logits that are reshaped or sliced is recognised), or NaturalGradient, which needs no Hessian"
             )
-        with torch.enable_grad():
-            point = loss.with_others(outputs.detach().double(), targets).requires_grad_()
-            (slope,) = torch.autograd.grad(loss.value(point), point, create_graph=True)
-            if not slope.requires_grad:  # linear
-                return outputs.new_zeros(len(targets), size, size), None
-            columns = [
-                torch.autograd.grad(slope[:, index].sum(), point, retain_graph=True)[0] for index in range(size)
-            ]
+        units = torch.eye(size, dtype=torch.float64, device=outputs.device).unsqueeze(1)
+        directions = units.expand(-1, loss.samples, -1)  # each the same for all samples
+        columns = loss.hessian_times(loss.with_others(outputs.double(), targets), directions)
+        if columns is None:
+            return outputs.new_zeros(len(targets), size, size), None
         hessian = loss.samples * torch.stack(columns, 2)[targets]
         eigenvalues, eigenvectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT))
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
@@ -118,15 +124,9 @@ def check_taped(loss: TapedLoss) -> None:
     signs = torch.ones(shape[0], 1, dtype=torch.float64, device="cpu")
     signs[1::2] = -1.0
     signs = signs[torch.randperm(shape[0], generator=generator, device="cpu")].to(loss.seen.device)
-    with torch.enable_grad():
-        point = loss.seen.double().requires_grad_()
-        (slope,) = torch.autograd.grad(loss.value(point), point, create_graph=True)
-        if not slope.requires_grad:
-            return
-        products = [
-            torch.autograd.grad((slope * direction).sum(), point, retain_graph=True)[0]
-            for direction in (vector, signs * vector)
-        ]
+    products = loss.hessian_times(loss.seen.double(), (vector, signs * vector))
+    if products is None:
+        return
     error = (signs * products[0] - products[1]).abs().max()
     # the second derivative of one sample is exact to rounding; operations in float32 inside have fewer digits
     if error > 1e-3 * products[0].abs().max():

@@ -1,4 +1,4 @@
-"""What a report draws of one data set, said once: figure.py draws it by matplotlib, page.html in a browser.
+"""What a report draws of one data set, said once: report.py draws it by matplotlib, page.html in a browser.
 
 Every number, limit and label comes from here. A renderer turns values into places, with the scale of an axis.
 """
