@@ -123,9 +123,8 @@ def read_libsvm(content: bytearray, rows: int, features: int) -> tuple[Tensor, T
     from sklearn.datasets import load_svmlight_file
 
     try:
-        values, labels = load_svmlight_file(
-            io.BytesIO(content), n_features=features, dtype=numpy.float32, zero_based=False
-        )
+        stream = io.BytesIO(content)
+        values, labels = load_svmlight_file(stream, n_features=features, dtype=numpy.float32, zero_based=False)
     except OverflowError as error:  # of an index
         raise ValueError(str(error)) from None
     are_right = len(labels) == rows and numpy.isin(labels, (-1, 1)).all() and numpy.isfinite(values.data).all()

@@ -207,10 +207,8 @@ def _place(
         same = torch.equal(outputs.reshape(-1)[found.clamp(0, outputs.numel() - 1)], source.tensor)
     except (RuntimeError, IndexError):
         return None
-    if not same:
-        return None
     flat = found.reshape(-1)
-    if len(flat) != len(flat.unique()):
+    if not same or len(flat) != len(flat.unique()):
         return None
     if not per_class:
         if len(flat) != outputs.numel() or targets.shape != source.tensor.shape:

@@ -177,8 +177,7 @@ class Watcher:
         self._left = _identities(self._parameters)
 
     def _changes_since(self) -> list[tuple[bool, int, int]]:
-        """Which gradients are others than after the last backward pass, and how often they and parameters were
-        written into."""
+        """Which gradients are the same as after the last backward pass, and what was written into since."""
         now = _identities(self._parameters)
         pairs = zip(self._left or now, now, strict=True)
         return [(a[0] == b[0], b[1] - a[1], b[2] - a[2]) for a, b in pairs]

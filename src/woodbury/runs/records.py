@@ -195,7 +195,6 @@ def load(paths: Iterable[Path]) -> list[Run]:
 
 
 def _run_folders(path: Path) -> list[Path]:
-    """The run folders that a path stands for."""
     if RunConfig.is_in(path):
         return [path]
     folders = sorted({config.parent for depth in ("*", "*/*") for config in path.glob(f"{depth}/{CONFIG_FILE}")})

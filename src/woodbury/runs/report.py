@@ -73,7 +73,6 @@ def fill(body: str, title: str, data: Any) -> str:
 
 
 def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page shows of one data set."""
     groups = groups_of(runs)
     drawing = describe(groups)
     drawn = {panel.quantity for panel in drawing.panels}
@@ -140,7 +139,6 @@ def image(figure: Figure) -> bytes:
 
 
 def _draw_panel(place: Axes, drawing: Drawing, panel: Panel, horizontal: str) -> None:
-    """Draw one quantity of all the groups against epochs or seconds."""
     x, y = panel.x[horizontal], panel.y.get("log", panel.y["linear"])
     place.set(title=panel.title, xlabel=x.title, xscale=x.scale, yscale=y.scale)
     for axis, ticks in ((place.xaxis, x.ticks), (place.yaxis, y.ticks)):
