@@ -129,10 +129,10 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, _LMEstimator):
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         y = np.asarray(y, dtype=np.float64)
         self._is_flat = y.ndim == 1
-        X, targets, weights = self._counted(X, y.reshape(len(y), -1), sample_weight)
+        X, y, weights = self._counted(X, y.reshape(len(y), -1), sample_weight)
         inputs = self._standardise(X, weights)
-        self._y_mean, self._y_scale = _location_and_scale(targets, weights)
-        targets = torch.from_numpy((targets - self._y_mean) / self._y_scale)
+        self._y_mean, self._y_scale = _location_and_scale(y, weights)
+        targets = torch.from_numpy((y - self._y_mean) / self._y_scale)
         self._is_weighted = weights is not None
         if weights is None:
             self._fit_network(targets.shape[1], nn.MSELoss(), (inputs, targets))

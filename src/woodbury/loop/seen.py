@@ -40,16 +40,14 @@ class TapedLoss(nn.Module):
 
     def value(self, outputs: Tensor) -> Tensor:
         """f, for outputs (n, C) of the whole batch."""
-        shaped = outputs.reshape(self.base.tensor.shape)
         with torch.enable_grad():
-            value = self.root.value_from(self.base, shaped) * self.factor
-        return value.sum()  # of one number
+            value = self.root.value_from(self.base, outputs.reshape(self.base.tensor.shape))
+            return (value * self.factor).sum()  # of one number
 
     def hessian_times(self, outputs: Tensor, directions: Iterable[Tensor]) -> list[Tensor] | None:
         """Products of the second derivatives of f at outputs (n, C) of the whole batch; None for zero."""
-        with torch.enable_grad():
-            point = outputs.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.value(point), point, create_graph=True)
+        point = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.value(point), point, create_graph=True)
         if not slope.requires_grad:
             return None
         return [torch.autograd.grad(slope, point, each, retain_graph=True)[0] for each in directions]
@@ -80,15 +78,12 @@ class _TapedRule(LossRule):
         gained = loss.value(loss.with_others(outputs, targets)) - loss.at_seen
         return loss.samples * gained + len(targets) * loss.at_seen
 
-    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        assert isinstance(loss, TapedLoss)
-        with torch.enable_grad():
-            point = loss.with_others(outputs.detach(), targets).requires_grad_()
-            (slope,) = torch.autograd.grad(loss.value(point), point)
-        return loss.samples * slope[targets]
+    def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        point = loss.with_others(outputs.detach(), targets).requires_grad_()
+        (slope,) = torch.autograd.grad(loss.value(point), point)
+        return slope[targets] * loss.samples
 
-    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        assert isinstance(loss, TapedLoss)
+    def factor(self, loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         size = outputs.shape[1]
         if size > _MOST_OUTPUTS:
             raise ValueError(
