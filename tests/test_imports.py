@@ -80,7 +80,7 @@ FLOORS = {
     "rivals": [["first_order", "hessian_free", "kfac"]],
     "experiments": [["files", "presets"], ["data"], ["train"]],
     "runs": [
-        ["storage", "readings"],
+        ["storage"],
         ["config"],
         ["records"],
         ["recorder", "medians"],
