@@ -30,8 +30,7 @@ from harness import Curve, options, smallest
 from woodbury.cli import app
 from woodbury.runs import report
 from woodbury.runs.config import RunConfig
-from woodbury.runs.looks import Look
-from woodbury.runs.medians import Group, ends_of, groups_of
+from woodbury.runs.medians import Group, Look, ends_of, groups_of
 from woodbury.runs.panels import describe
 from woodbury.runs.verdict import takeaway
 

@@ -72,12 +72,11 @@ FLOORS = {
     "rivals": [["first_order", "hessian_free", "kfac"]],
     "experiments": [["files", "presets"], ["data"], ["train"]],
     "runs": [
-        ["storage", "looks", "readings"],
-        ["config", "records"],
-        ["recorder", "run"],
-        ["medians"],
+        ["storage"],
+        ["config"],
+        ["records"],
+        ["recorder", "medians"],
         ["panels", "verdict"],
-        ["figure"],
         ["report"],
     ],
 }

@@ -18,11 +18,9 @@ import problems
 import processes
 import woodbury
 from run_folders import contents
-from woodbury.runs import readings
 from woodbury.runs import recorder as module
 from woodbury.runs.config import RunConfig
-from woodbury.runs.records import is_complete
-from woodbury.runs.run import load
+from woodbury.runs.records import is_complete, load
 from woodbury.runs.storage import RunFolderError
 
 EPOCHS, BATCHES = 3, 4
@@ -164,7 +162,7 @@ def test_seconds_leave_out_pauses_and_the_recorder_itself(tmp_path, clock):
 def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(tmp_path, monkeypatch):
     reads = []
     item = Tensor.item
-    monkeypatch.setattr(readings, "on_device", lambda tensor: True)
+    monkeypatch.setattr(module, "on_device", lambda tensor: True)
     monkeypatch.setattr(Tensor, "item", lambda tensor: (reads.append(1), item(tensor))[1])
     running = torch.zeros(())
     model, loss, inputs, targets = problem(0)

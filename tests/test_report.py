@@ -18,8 +18,7 @@ from run_folders import contents
 from woodbury.policies.plain import from_plain, to_plain
 from woodbury.runs import report
 from woodbury.runs.config import RunConfig
-from woodbury.runs.looks import looks_of
-from woodbury.runs.medians import groups_of
+from woodbury.runs.medians import groups_of, looks_of
 from woodbury.runs.panels import Panel, describe
 from woodbury.runs.storage import RunFolderError
 

@@ -11,7 +11,7 @@ import pytest
 import woodbury
 from test_report import page_data, write_run
 from woodbury.runs.medians import groups_of
-from woodbury.runs.run import load
+from woodbury.runs.records import load
 from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standing, standings, takeaway
 
 LOW, HIGH = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]

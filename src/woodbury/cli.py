@@ -19,6 +19,7 @@ try:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+    from typer import Argument, Option
 
     from woodbury._process import stop_on_signal
     from woodbury.experiments.data import DATASETS, load_dataset
@@ -39,7 +40,6 @@ from woodbury.optimizers import OPTIMIZERS
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
-_SIGNALS = signal.SIGINT, signal.SIGTERM  # which stop a run after a step
 _INTERRUPTED = 130  # the status of a program ended by Ctrl-C
 PRESET = "the preset's"  # a default that depends on the data set
 
@@ -58,7 +58,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the versions and exit.", callback=_show_version, is_eager=True)
+        bool, Option("--version", help="Show the versions and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Second-order optimizers for PyTorch: train with them and compare them."""
@@ -76,45 +76,37 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
     """Enter a command that trains, with its default optimizers and number of seeds and the data sets it knows."""
 
     def command(
-        dataset: Annotated[str, typer.Argument(help=f"One of {', '.join(known)}.")],
+        dataset: Annotated[str, Argument(help=f"One of {', '.join(known)}.")],
         optimizers: Annotated[
-            str,
-            typer.Option("--optimizers", "--optimizer", help="Names, separated by commas; see `woodbury list`."),
+            str, Option("--optimizers", "--optimizer", help="Names, separated by commas; see `woodbury list`.")
         ] = optimizers,
-        seeds: Annotated[
-            int, typer.Option(min=1, help="Runs per optimizer, with --seed and those after it.")
-        ] = seeds,
+        seeds: Annotated[int, Option(min=1, help="Runs per optimizer, with --seed and those after it.")] = seeds,
         seed: Annotated[
-            int, typer.Option(min=0, max=2**62, help="Seed of the weights, the batches and the curvature samples.")
+            int, Option(min=0, max=2**62, help="Seed of the weights, the batches and the curvature samples.")
         ] = 0,
-        epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per run.", show_default=PRESET)] = None,
-        batch_size: Annotated[
-            int | None, typer.Option(min=1, help="Samples per step.", show_default=PRESET)
-        ] = None,
-        lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate.", show_default=PRESET)] = None,
+        epochs: Annotated[int | None, Option(min=1, help="Epochs per run.", show_default=PRESET)] = None,
+        batch_size: Annotated[int | None, Option(min=1, help="Samples per step.", show_default=PRESET)] = None,
+        lr: Annotated[float | None, Option(min=0.0, help="Learning rate.", show_default=PRESET)] = None,
         settings: Annotated[
             list[str] | None,
-            typer.Option(
+            Option(
                 "--set",
                 metavar="NAME=VALUE",
                 help="A setting, e.g. momentum=0.9 or damping.initial=10; repeatable.",
             ),
         ] = None,
-        out: Annotated[Path, typer.Option(help="Where each command creates a folder for its runs.")] = Path(
-            "runs"
-        ),
+        out: Annotated[Path, Option(help="Where each command creates a folder for its runs.")] = Path("runs"),
         data_dir: Annotated[
             Path | None,
-            typer.Option(
+            Option(
                 help="Folder with the data files, one folder per data set; without it files are downloaded.",
                 show_default="the environment variable WOODBURY_DATA",
             ),
         ] = None,
-        device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
-        dtype: Annotated[Literal["float32", "float64"], typer.Option(help="Of parameters and data.")] = "float32",
+        device: Annotated[Literal["cpu", "cuda"], Option(help="Where to train.")] = "cpu",
+        dtype: Annotated[Literal["float32", "float64"], Option(help="Of parameters and data.")] = "float32",
         resume: Annotated[
-            bool,
-            typer.Option("--resume", help="Go on in the newest folder with these runs, from their checkpoints."),
+            bool, Option("--resume", help="Go on in the newest folder with these runs, from their checkpoints.")
         ] = False,
     ) -> None:
         with _one_line_errors(out):
@@ -146,9 +138,9 @@ _training_command(
 
 @app.command("report")
 def report_runs(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold run folders.")],
+    runs: Annotated[list[Path], Argument(help="Run folders, or folders that hold run folders.")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the report.", show_default="the folder of the first run")
+        Path | None, Option(help="Folder for the report.", show_default="the folder of the first run")
     ] = None,
 ) -> None:
     """Write figures and a page for finished or unfinished runs."""
@@ -184,11 +176,11 @@ def _config(
 def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool) -> None:
     """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is."""
     data = load_dataset(configs[0].dataset, data_dir)  # may fail: before a folder is created
-    folder = folder_to_resume(out, configs) if resume else None
-    folder = new_folder(out, configs[0].dataset) if folder is None else folder
+    begun = folder_to_resume(out, configs) if resume else None
+    folder = begun or new_folder(out, configs[0].dataset)
     finished = True
     try:
-        with stop_on_signal(*_SIGNALS) as stop, _progress_bar(len(configs)) as show:
+        with stop_on_signal(signal.SIGINT, signal.SIGTERM) as stop, _progress_bar(len(configs)) as show:
             for index, config in enumerate(configs):
                 shown = partial(show, index, config)
                 train(config, run_folder(folder, config), shown, data=data, resume=resume, stop=stop)
@@ -201,7 +193,6 @@ def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | 
 
 
 def _report(paths: Sequence[Path], folder: Path) -> None:
-    """Print the table, write the figures and the page."""
     runs = report.load(paths)
     for dataset, ends in report.ends_tables(runs).items():
         _print_table(ends["columns"], ends["rows"], title=escape(printable(f"{dataset}: medians over seeds")))

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from woodbury.fit import Fit
 from woodbury.optim import StepInfo
-from woodbury.runs.readings import Readings, read_number
+from woodbury.runs.recorder import Readings, read_number
 
 
 class Log(ABC):

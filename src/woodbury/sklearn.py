@@ -50,25 +50,25 @@ class _LMEstimator(BaseEstimator):
         self.tol = tol
         self.random_state = random_state
 
-    def _weights(self, X: np.ndarray, sample_weight: Any) -> np.ndarray | None:
-        """None if all samples count the same; at least two of them must count."""
+    def _counted(self, X: np.ndarray, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+        """The samples that count, two at least, and their weights: None if all count the same."""
         if sample_weight is None:
-            return None
-        weights: np.ndarray = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        if (used := np.count_nonzero(weights)) < 2:
-            raise ValueError(f"{type(self).__name__}: sample_weight is zero for all but {used} samples; give 2")
-        return weights
+            return X, y, None
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        used = weights > 0
+        if (count := np.count_nonzero(used)) < 2:
+            raise ValueError(f"{type(self).__name__}: sample_weight is zero for all but {count} samples; give 2")
+        return X[used], y[used], weights[used]
+
+    def _inputs(self, X: Any) -> Tensor:
+        """Standardised, for a fitted network."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        return torch.from_numpy((X - self._x_mean) / self._x_scale)
 
     def _standardise(self, X: np.ndarray, weights: np.ndarray | None) -> Tensor:
         self._x_mean, self._x_scale = _location_and_scale(X, weights)
-        return self._inputs(X)
-
-    def _inputs(self, X: np.ndarray) -> Tensor:
         return torch.from_numpy((X - self._x_mean) / self._x_scale)
-
-    def _checked_inputs(self, X: Any) -> Tensor:
-        check_is_fitted(self)
-        return self._inputs(validate_data(self, X, dtype=np.float64, reset=False))
 
     def _fit_network(self, outputs: int, loss: nn.Module, data: Any, **settings: Any) -> None:
         random, sizes = check_random_state(self.random_state), np.atleast_1d(self.hidden_layer_sizes)
@@ -129,14 +129,10 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, _LMEstimator):
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         y = np.asarray(y, dtype=np.float64)
         self._is_flat = y.ndim == 1
-        targets = y.reshape(len(y), -1)
-        weights = self._weights(X, sample_weight)
-        if weights is not None:
-            used = weights > 0
-            X, targets, weights = X[used], targets[used], weights[used]
+        X, y, weights = self._counted(X, y.reshape(len(y), -1), sample_weight)
         inputs = self._standardise(X, weights)
-        self._y_mean, self._y_scale = _location_and_scale(targets, weights)
-        targets = torch.from_numpy((targets - self._y_mean) / self._y_scale)
+        self._y_mean, self._y_scale = _location_and_scale(y, weights)
+        targets = torch.from_numpy((y - self._y_mean) / self._y_scale)
         self._is_weighted = weights is not None
         if weights is None:
             self._fit_network(targets.shape[1], nn.MSELoss(), (inputs, targets))
@@ -155,7 +151,7 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, _LMEstimator):
 
         Both (n,) or (n, outputs), as y was. The standard deviation is that of the linearized Laplace posterior.
         """
-        inputs = self._checked_inputs(X)
+        inputs = self._inputs(X)
         with torch.no_grad():
             mean = self.model_(inputs).numpy() * self._y_scale + self._y_mean
         mean = mean[:, 0] if self._is_flat else mean
@@ -192,10 +188,8 @@ class LMClassifier(ClassifierMixin, _LMEstimator):
         self._check_parameters()
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
-        weights = self._weights(X, sample_weight)
+        X, y, weights = self._counted(X, y, sample_weight)
         weights = np.ones(len(X)) if weights is None else weights
-        used = weights > 0
-        X, y, weights = X[used], y[used], weights[used]
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             (only,) = self.classes_.tolist()
@@ -209,7 +203,7 @@ class LMClassifier(ClassifierMixin, _LMEstimator):
 
     def predict_proba(self, X: Any) -> Any:
         """The probability of each class at X, (n, classes): the mean of the softmax over the posterior."""
-        inputs = self._checked_inputs(X)
+        inputs = self._inputs(X)
         return self.posterior_.probabilities(inputs).numpy()
 
     def predict(self, X: Any) -> Any:

@@ -202,9 +202,9 @@ def resumed(optimizer: str) -> Callable[[Path], Any]:
     """The state that a run in a folder goes on from, and the records it keeps."""
 
     def use(folder: Path) -> Any:
-        run = training._Run(tiny_config(optimizer), DATA)
         with Records(folder) as records:
-            run.restore(folder / "checkpoint.pt", records)
+            run = training._Run(tiny_config(optimizer), DATA, folder / "checkpoint.pt", records)
+            run.restore()
             kept = records.length, records.sha256
         values = run.model.state_dict(), run.optimizer.state_dict(), run.step, run.seconds, kept
         return training.as_bytes(values), (folder / "records.jsonl").read_bytes()

@@ -123,9 +123,8 @@ def read_libsvm(content: bytearray, rows: int, features: int) -> tuple[Tensor, T
     from sklearn.datasets import load_svmlight_file
 
     try:
-        values, labels = load_svmlight_file(
-            io.BytesIO(content), n_features=features, dtype=numpy.float32, zero_based=False
-        )
+        stream = io.BytesIO(content)
+        values, labels = load_svmlight_file(stream, n_features=features, dtype=numpy.float32, zero_based=False)
     except OverflowError as error:  # of an index
         raise ValueError(str(error)) from None
     are_right = len(labels) == rows and numpy.isin(labels, (-1, 1)).all() and numpy.isfinite(values.data).all()
@@ -152,51 +151,45 @@ def digits(files: Files) -> Dataset:
     return Dataset(train_inputs, train_labels.long(), test_inputs, test_labels.long(), classes=10)
 
 
-def _mnist_file(name: str, sha256: str) -> DataFile:
-    return DataFile(name, sha256, f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz")
-
-
-_MNIST = [  # images for training and for testing, and their labels
-    _mnist_file("train-images-idx3-ubyte", "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
-    _mnist_file("t10k-images-idx3-ubyte", "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
-    _mnist_file("train-labels-idx1-ubyte", "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-    _mnist_file("t10k-labels-idx1-ubyte", "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
-]
+_MNIST = {  # images for training and for testing, and their labels
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
 
 
 @dataset
 def mnist(files: Files) -> Dataset:
     """Handwritten digits, 28 x 28 pixels, 60,000 for training and 10,000 for testing."""
-    train, test, train_labels, test_labels = (files.read(file, read_idx) for file in _MNIST)
+    home = "https://ossci-datasets.s3.amazonaws.com/mnist"
+    parts = (DataFile(name, sha256, f"{home}/{name}.gz") for name, sha256 in _MNIST.items())
+    train, test, train_labels, test_labels = (files.read(part, read_idx) for part in parts)
     train_inputs, test_inputs = standardise(train.flatten(1), test.flatten(1))
     return Dataset(train_inputs, train_labels.long(), test_inputs, test_labels.long(), classes=10)
 
 
-def _cifar_file(name: str, sha256: str) -> DataFile:
-    return DataFile(
-        name,
-        sha256,
-        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-        member=f"cifar-10-batches-bin/{name}",
-        archive_sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-    )
-
-
-_CIFAR_TRAIN = [
-    _cifar_file("data_batch_1.bin", "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"),
-    _cifar_file("data_batch_2.bin", "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"),
-    _cifar_file("data_batch_3.bin", "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"),
-    _cifar_file("data_batch_4.bin", "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"),
-    _cifar_file("data_batch_5.bin", "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
-]
-_CIFAR_TEST = _cifar_file("test_batch.bin", "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b")
+_CIFAR_ARCHIVE = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+_CIFAR = {  # five batches for training, one for testing
+    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+}
 
 
 @dataset
 def cifar10(files: Files) -> Dataset:
     """Colour images of 10 classes, 3 x 32 x 32 pixels, 50,000 for training and 10,000 for testing."""
-    pixels, labels = zip(*(files.read(file, read_cifar) for file in _CIFAR_TRAIN), strict=True)
-    test_pixels, test_labels = files.read(_CIFAR_TEST, read_cifar)
+    home = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+    batches = []
+    for name, sha256 in _CIFAR.items():
+        file = DataFile(name, sha256, home, f"cifar-10-batches-bin/{name}", _CIFAR_ARCHIVE)
+        batches.append(files.read(file, read_cifar))
+    pixels, labels = zip(*batches[:-1], strict=True)
+    test_pixels, test_labels = batches[-1]
     train_inputs, test_inputs = standardise(torch.cat(pixels), test_pixels)
     return Dataset(train_inputs, torch.cat(labels), test_inputs, test_labels, classes=10)
 

@@ -79,7 +79,6 @@ class Files:
             raise DataError(f"{path} is damaged: {one_line(error)}; {way_out}") from error
 
     def _find(self, file: DataFile, folder: Path) -> Path:
-        """The path of a file in the data folder."""
         path = folder / self.dataset / file.name
         for candidate in (path, path.with_name(f"{file.name}.gz"), path.with_name(f"{file.name}.xz")):
             if candidate.is_file():
@@ -112,7 +111,6 @@ class Files:
 
 
 def _open(path: Path) -> io.BufferedIOBase:
-    """The uncompressed content of a file as a stream."""
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix == ".xz":

@@ -56,15 +56,16 @@ def train(
     with Records(folder) as records:
         if _is_done(config, folder):
             return
-        run = _Run(config, load_dataset(config.dataset) if data is None else data)
-        run.restore(folder / _CHECKPOINT, records)
-        run.finish(folder, records, progress, stop)
+        checkpoint = folder / _CHECKPOINT
+        run = _Run(config, load_dataset(config.dataset) if data is None else data, checkpoint, records)
+        run.restore()
+        run.finish(progress, stop)
         model = as_bytes(run.model.state_dict())
         write_whole(folder / _MODEL, model)
         records.sync()
         checksums = {RECORDS_FILE: records.sha256, _MODEL: hashlib.sha256(model).hexdigest()}
         mark_complete(folder, checksums)  # before the checkpoint goes
-        (folder / _CHECKPOINT).unlink(missing_ok=True)
+        checkpoint.unlink(missing_ok=True)
 
 
 def _is_done(config: RunConfig, folder: Path) -> bool:
@@ -81,8 +82,8 @@ def _is_done(config: RunConfig, folder: Path) -> bool:
 class _Run:
     """A run under way: everything that a checkpoint holds."""
 
-    def __init__(self, config: RunConfig, data: Dataset) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, data: Dataset, checkpoint: Path, records: Records) -> None:
+        self.config, self.checkpoint, self.records = config, checkpoint, records
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
         self.train_set = _to_device(data.train_inputs, data.train_targets, device, dtype)
         self.test_set = _to_device(data.test_inputs, data.test_targets, device, dtype)
@@ -93,16 +94,14 @@ class _Run:
         self.step = 0
         self.seconds = 0.0
 
-    def finish(
-        self, folder: Path, records: Records, progress: Callable[..., None], stop: Callable[[], bool]
-    ) -> None:
+    def finish(self, progress: Callable[..., None], stop: Callable[[], bool]) -> None:
         """Train from the current state to the end."""
         config, (inputs, targets) = self.config, self.train_set
         steps = config.epochs * self.per_epoch
         marks = {round(part * self.per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
         order = torch.Generator("cpu").manual_seed(config.seed)  # the same batches for every optimizer
         if self.step == 0:
-            self._evaluate(records)
+            self._evaluate()
         saved = time.monotonic()
         for epoch in range(config.epochs):
             batches = torch.randperm(len(inputs), generator=order, device="cpu").split(config.batch_size)
@@ -112,16 +111,16 @@ class _Run:
                 try:
                     values = self._step(inputs[index], targets[index])
                 except NonFiniteLossError:  # no step can lead back: the run ends here, with the loss on record
-                    self._evaluate(records)
+                    self._evaluate()
                     return
                 stopping = stop() and self.step < steps
                 place = {"epoch": epoch + 1, "step": self.step, "seconds": self.seconds}
-                records.write({"kind": "step", **place, **values})
+                self.records.write({"kind": "step", **place, **values})
                 progress(self.step, steps, values["loss"], values["damping"])
                 if number in marks:
-                    self._evaluate(records)
+                    self._evaluate()
                 if stopping or time.monotonic() - saved >= CHECKPOINT_SECONDS:
-                    self.save(folder / _CHECKPOINT, records)
+                    self.save()
                     saved = time.monotonic()
                 if stopping:
                     raise InterruptedRunError
@@ -139,34 +138,35 @@ class _Run:
             values["iterations"] = self.optimizer.iterations
         return values
 
-    def _evaluate(self, records: Records) -> None:
+    def _evaluate(self) -> None:
         """Record the loss and the error on both sets, at the end of an epoch or a part of one."""
         epoch = self.step / self.per_epoch
         place = {"epoch": int(epoch) if epoch.is_integer() else epoch, "step": self.step, "seconds": self.seconds}
-        record = {"kind": "epoch", **place}
+        record: dict[str, Any] = {"kind": "epoch", **place}
         for name, (inputs, targets) in (("train", self.train_set), ("test", self.test_set)):
             record[f"{name}_loss"], record[f"{name}_error"] = evaluate(self.model, self.loss, inputs, targets)
-        records.write(record)
+        self.records.write(record)
 
-    def save(self, path: Path, records: Records) -> None:
+    def save(self) -> None:
         """Write a checkpoint, with the records before it on disk."""
-        records.sync()
+        self.records.sync()
         values = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
-            "records": (records.length, records.sha256),
+            "records": (self.records.length, self.records.sha256),
         }
-        write_whole(path, sealed("checkpoint", FORMAT, values))
+        write_whole(self.checkpoint, sealed("checkpoint", FORMAT, values))
 
-    def restore(self, path: Path, records: Records) -> None:
+    def restore(self) -> None:
         """Go back to the checkpoint, or to the start if there is none, and remove later records.
 
         Raises RunFolderError, and leaves all files as they are, if it is damaged or of another run.
         """
+        path = self.checkpoint
         if not path.exists():
-            records.go_back(0)
+            self.records.go_back(0)
             return
         content = read_file(path)
         try:
@@ -174,7 +174,7 @@ class _Run:
             self.model.load_state_dict(values["model"])
             self.optimizer.load_state_dict(values["optimizer"])
             self.step, self.seconds = values["step"], values["seconds"]
-            records.go_back(*values["records"])
+            self.records.go_back(*values["records"])
         except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
             raise
         except Exception as error:  # damage, other records, or what torch says of a state that it cannot take

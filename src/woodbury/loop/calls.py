@@ -134,9 +134,8 @@ class Seen:
 def differentiable(outputs: Any) -> list[Tensor]:
     """The tensors in what a model returns that a loss may begin at."""
     leaves = [outputs] if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs)
-    return [
-        leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point()
-    ]
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return [leaf for leaf in tensors if leaf.requires_grad and leaf.is_floating_point()]
 
 
 def _by_sample(outputs: Tensor, samples: int, classes_last: bool) -> Tensor:
@@ -153,9 +152,9 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
     sizes = [_batch.sample_count(call.inputs) for call in calls]
     seen = [recognise(call.root, call.base, size) for call, size in zip(calls, sizes, strict=True)]
     random = first.random if len(calls) == 1 else None
-    if any(each is None for each in seen):
-        return _of_any_loss(calls, sizes, factor)
     found = [each for each in seen if each is not None]
+    if len(found) < len(calls):
+        return _of_any_loss(calls, sizes, factor)
     loss = found[0].loss
     if any(not same_loss(loss, each.loss) for each in found[1:]):
         raise ValueError("the micro-batches before one step have different losses")
@@ -178,19 +177,17 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
 
 def _mean_of_all(loss: Any, found: Sequence[Recognised], factor: float) -> tuple[nn.Module, float]:
     """The loss over all micro-batches, c times a mean, with the factor c; a sum is left as it is."""
-    factors = [each.factor * factor for each in found]
-    if loss_rule(loss).is_sum(loss):
-        if all(map(_is_one, factors, found)):
-            return loss, 1.0
+    weights, is_sum = [each.factor * factor for each in found], loss_rule(loss).is_sum(loss)
+    if is_sum and all(map(_is_one, weights, found)):
+        return loss, 1.0
+    if is_sum:
         loss = copy.copy(loss)
         loss.reduction = "mean"
-        terms = [_term_count(loss, each) for each in found]
-        weights = factors
-    else:
-        if len(found) == 1:
-            return loss, factors[0]
-        terms = [_term_count(loss, each) for each in found]
-        weights = [weight / count for weight, count in zip(factors, terms, strict=True)]  # of each term of the sum
+    elif len(found) == 1:
+        return loss, weights[0]
+    terms = [_term_count(loss, each) for each in found]
+    if not is_sum:
+        weights = [weight / count for weight, count in zip(weights, terms, strict=True)]  # of each term of the sum
     if max(weights) > (1 + 1e-6) * min(weights):
         warnings.warn(
             "micro-batches of different sizes were accumulated, each as a mean: the step gives every sample the "

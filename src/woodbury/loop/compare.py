@@ -108,13 +108,7 @@ def _sizes(residual: Callable[[Tensor], Tensor], outputs: Tensor, here: Tensor) 
     return here.abs() + (at_zero.abs() + slope).nan_to_num(0.0, 0.0, 0.0)
 
 
-def common_factor(
-    names: Sequence[str],
-    mine: Gradient,
-    errors: Gradient,
-    theirs: Gradient,
-    cause: str,
-) -> float:
+def common_factor(names: Sequence[str], mine: Gradient, errors: Gradient, theirs: Gradient, cause: str) -> float:
     """c where their gradient is c times mine, 1 where they are equal to rounding.
 
     Raises an error that names the parameters if there is no such c; `cause` says why that may be.

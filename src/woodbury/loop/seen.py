@@ -7,7 +7,7 @@ sliced or reordered. `TapedLoss` is any other: its residual and its Hessian at e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from woodbury import _random
 from woodbury.loop.tape import Base, Node
 from woodbury.losses.rules import FUNCTIONS, LossRule, register_loss
 
+_signature = cache(inspect.signature)
 _PER_CLASS = (F.cross_entropy, F.nll_loss)
 _MOST_OUTPUTS = 1024  # per sample, whose Hessian is formed
 
@@ -39,10 +40,17 @@ class TapedLoss(nn.Module):
 
     def value(self, outputs: Tensor) -> Tensor:
         """f, for outputs (n, C) of the whole batch."""
-        shaped = outputs.reshape(self.base.tensor.shape)
         with torch.enable_grad():
-            value = self.root.value_from(self.base, shaped) * self.factor
-        return value.sum()  # of one number
+            value = self.root.value_from(self.base, outputs.reshape(self.base.tensor.shape))
+            return (value * self.factor).sum()  # of one number
+
+    def hessian_times(self, outputs: Tensor, directions: Iterable[Tensor]) -> list[Tensor] | None:
+        """Products of the second derivatives of f at outputs (n, C) of the whole batch; None for zero."""
+        point = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.value(point), point, create_graph=True)
+        if not slope.requires_grad:
+            return None
+        return [torch.autograd.grad(slope, point, each, retain_graph=True)[0] for each in directions]
 
     def with_others(self, outputs: Tensor, places: Tensor) -> Tensor:
         """Outputs (n, C) of the whole batch, those at `places` given and the others as they were seen."""
@@ -70,15 +78,12 @@ class _TapedRule(LossRule):
         gained = loss.value(loss.with_others(outputs, targets)) - loss.at_seen
         return loss.samples * gained + len(targets) * loss.at_seen
 
-    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        assert isinstance(loss, TapedLoss)
-        with torch.enable_grad():
-            point = loss.with_others(outputs.detach(), targets).requires_grad_()
-            (slope,) = torch.autograd.grad(loss.value(point), point)
-        return loss.samples * slope[targets]
+    def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        point = loss.with_others(outputs.detach(), targets).requires_grad_()
+        (slope,) = torch.autograd.grad(loss.value(point), point)
+        return slope[targets] * loss.samples
 
-    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        assert isinstance(loss, TapedLoss)
+    def factor(self, loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         size = outputs.shape[1]
         if size > _MOST_OUTPUTS:
             raise ValueError(
@@ -86,14 +91,11 @@ class _TapedRule(LossRule):
                 f"large to be formed (up to {_MOST_OUTPUTS}): use a loss of torch.nn in the loop (cross entropy "
                 "on logits that are reshaped or sliced is recognised), or NaturalGradient, which needs no Hessian"
             )
-        with torch.enable_grad():
-            point = loss.with_others(outputs.detach().double(), targets).requires_grad_()
-            (slope,) = torch.autograd.grad(loss.value(point), point, create_graph=True)
-            if not slope.requires_grad:  # linear
-                return outputs.new_zeros(len(targets), size, size), None
-            columns = [
-                torch.autograd.grad(slope[:, index].sum(), point, retain_graph=True)[0] for index in range(size)
-            ]
+        units = torch.eye(size, dtype=torch.float64, device=outputs.device).unsqueeze(1)
+        directions = units.expand(-1, loss.samples, -1)  # each the same for all samples
+        columns = loss.hessian_times(loss.with_others(outputs.double(), targets), directions)
+        if columns is None:
+            return outputs.new_zeros(len(targets), size, size), None
         hessian = loss.samples * torch.stack(columns, 2)[targets]
         eigenvalues, eigenvectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT))
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
@@ -117,15 +119,9 @@ def check_taped(loss: TapedLoss) -> None:
     signs = torch.ones(shape[0], 1, dtype=torch.float64, device="cpu")
     signs[1::2] = -1.0
     signs = signs[torch.randperm(shape[0], generator=generator, device="cpu")].to(loss.seen.device)
-    with torch.enable_grad():
-        point = loss.seen.double().requires_grad_()
-        (slope,) = torch.autograd.grad(loss.value(point), point, create_graph=True)
-        if not slope.requires_grad:
-            return
-        products = [
-            torch.autograd.grad((slope * direction).sum(), point, retain_graph=True)[0]
-            for direction in (vector, signs * vector)
-        ]
+    products = loss.hessian_times(loss.seen.double(), (vector, signs * vector))
+    if products is None:
+        return
     error = (signs * products[0] - products[1]).abs().max()
     # the second derivative of one sample is exact to rounding; operations in float32 inside have fewer digits
     if error > 1e-3 * products[0].abs().max():
@@ -165,9 +161,8 @@ def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
         variance = options.pop("var")
         if isinstance(variance, Node):
             return None
-        targets = torch.stack(
-            [targets, torch.as_tensor(variance, device=targets.device).to(targets).expand_as(targets)], 1
-        )
+        variance = torch.as_tensor(variance, device=targets.device).to(targets)
+        targets = torch.stack([targets, variance.expand_as(targets)], 1)
     if {"size_average", "reduce"} & options.keys() or any(isinstance(value, Node) for value in options.values()):
         return None
     loss = _module(kind, options)
@@ -207,10 +202,8 @@ def _place(
         same = torch.equal(outputs.reshape(-1)[found.clamp(0, outputs.numel() - 1)], source.tensor)
     except (RuntimeError, IndexError):
         return None
-    if not same:
-        return None
     flat = found.reshape(-1)
-    if len(flat) != len(flat.unique()):
+    if not same or len(flat) != len(flat.unique()):
         return None
     if not per_class:
         if len(flat) != outputs.numel() or targets.shape != source.tensor.shape:
@@ -220,20 +213,14 @@ def _place(
         return placed.reshape(outputs.shape if outputs.shape[:1] == (samples,) else (samples, -1)), False
     classes = outputs.shape[-1]
     start = found[:, 0]
-    if classes != found.shape[1] or bool(
-        (found != start.unsqueeze(1) + torch.arange(classes, device=start.device)).any()
-    ):
+    consecutive = start.unsqueeze(1) + torch.arange(classes, device=start.device)
+    if not torch.equal(found, consecutive):
         return None
     ignored = int(loss.ignore_index)
     placed = torch.full((outputs.numel() // classes,), ignored, dtype=targets.dtype, device=targets.device)
     placed[start // classes] = targets
     positions = len(placed) // samples
     return (placed, False) if positions == 1 else (placed.reshape(samples, positions), True)
-
-
-@cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
 
 
 def _module(kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module | None:

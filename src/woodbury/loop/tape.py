@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+Operation = Callable[..., Any]
 _NO_WHOLE_GRAPH = (
     "a woodbury optimizer follows the operations from the outputs of a model to its loss: compile the loss "
     "function without fullgraph=True"
@@ -34,9 +35,7 @@ class Owner(Protocol):
 class Node:
     """One result of an operation on outputs; its arguments are nodes where they depend on the outputs."""
 
-    def __init__(
-        self, function: Callable[..., Any], arguments: Any, tensor: Tensor, written: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, function: Operation, arguments: Any, tensor: Tensor, written: Sequence[int] = ()) -> None:
         self.function = function
         self.leaves, self.structure = pytree.tree_flatten(arguments)  # of (args, kwargs)
         self.index = 0  # of the result among those of the operation
@@ -151,16 +150,12 @@ class Taped(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, function: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _run(function, args, dict(kwargs or {}))
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(function: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if function is Tensor.__format__:
             return format(args[0].detach(), args[1])
@@ -196,7 +191,7 @@ def _run_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         owner.after_backward(root)
 
 
-def _run_noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_noted(function: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, structure = pytree.tree_flatten((args, kwargs))
     nodes = [_node_of(leaf) if isinstance(leaf, Taped) else leaf for leaf in leaves]
     if _may_write(function, leaves, kwargs):
@@ -250,7 +245,7 @@ def _node_of(leaf: Taped) -> Node:
     return leaf.node
 
 
-def _may_write(function: Callable[..., Any], leaves: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+def _may_write(function: Operation, leaves: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation may write into its arguments; one that does and is not known here is found later."""
     name = str(getattr(function, "__name__", ""))
     by_name = name.endswith("_") and not name.endswith("__")
@@ -270,20 +265,14 @@ def tape(outputs: Tensor, owner: Owner, call: Any) -> Taped:
 class LossesInside(TorchFunctionMode):
     """Inside, the first argument of each of these functions is noted, and given a tape if there is an owner."""
 
-    def __init__(
-        self, functions: Iterable[Callable[..., Any]], owner: Owner | None = None, call: Any = None
-    ) -> None:
+    def __init__(self, functions: Iterable[Operation], owner: Owner | None = None, call: Any = None) -> None:
         super().__init__()
         self._functions = set(functions)
         self._owner, self._call = owner, call
         self.inputs: list[Tensor] = []  # of these functions, in the order they were called
 
     def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, function: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if function in self._functions:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _random
+from woodbury._process import hooks_of
 from woodbury.loop.calls import ModelCall, Seen, differentiable, join
 from woodbury.loop.tape import LossesInside, Node, Taped, tape
 from woodbury.losses.rules import FUNCTIONS
@@ -46,9 +47,6 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Hook, (None, self._name)
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook(None, self._name)
 
 
 class Watcher:
@@ -106,7 +104,7 @@ class Watcher:
         hooks[place] = hooks.pop(place)  # the last: hooks that were added since belong to the model
         device = self._probe.device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        args, kwargs = pytree.tree_map(_without_tape, (args, dict(kwargs)))
+        args, kwargs = pytree.tree_map_only(Taped, Tensor.detach, (args, dict(kwargs)))
         call = ModelCall(args, kwargs, _random.snapshot(device), module.training, autocast)
         inside = LossesInside(FUNCTIONS, self, call)
         if self._looks_inside:
@@ -139,7 +137,7 @@ class Watcher:
         """A backward pass from a loss of these outputs starts. What is wrong about it is said by the next step."""
         if self._off:
             return
-        if not any(_is_nonzero(parameter.grad) for parameter in self._parameters):
+        if not any(part.grad is not None and bool(part.grad.any()) for part in self._parameters):
             self.clear()  # what was seen before zero_grad
         elif not self._calls:
             self._failure = (
@@ -155,7 +153,6 @@ class Watcher:
             self._calls.append(bases[0].call)
 
     def _reason_against(self, root: Node, bases: Sequence[Any]) -> str | None:
-        """Why no step can be taken on a loss."""
         if len(bases) != 1:
             return (
                 "the loss depends on several outputs of the model, or on two calls of it: a step needs a loss of "
@@ -180,8 +177,7 @@ class Watcher:
         self._left = _identities(self._parameters)
 
     def _changes_since(self) -> list[tuple[bool, int, int]]:
-        """Which gradients are others than after the last backward pass, and how often they and parameters were
-        written into."""
+        """Which gradients are the same as after the last backward pass, and what was written into since."""
         now = _identities(self._parameters)
         pairs = zip(self._left or now, now, strict=True)
         return [(a[0] == b[0], b[1] - a[1], b[2] - a[2]) for a, b in pairs]
@@ -271,14 +267,6 @@ def _scale_of(root: Node) -> float:
     return float(tensors[0]) if root.name in ("mul", "__mul__") and len(tensors) == 1 else 1.0
 
 
-def _without_tape(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Taped) else leaf
-
-
-def _is_nonzero(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
-
-
 def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     """Of the gradient of each parameter, with its version and that of the parameter."""
     pairs = [(parameter.grad, parameter._version) for parameter in parameters]
@@ -292,10 +280,8 @@ def _reaches(tensor: Tensor, wanted: set[int]) -> bool:
 
 
 def _hook_counts(model: nn.Module, parameters: Sequence[Tensor]) -> list[int]:
-    """How many hooks there are on the modules and on the parameters."""
-    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    counts = [len(getattr(module, name)) for module in model.modules() for name in names]
+    counts = [len(hooks) for module in model.modules() for hooks in hooks_of(module)]
     return counts + [len(getattr(parameter, kind, None) or ()) for parameter in parameters for kind in kinds]
 
 

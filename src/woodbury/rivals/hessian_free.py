@@ -35,21 +35,18 @@ class EarlyStopped(Solver):
     progress: float
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
-        return _EarlyStopped(quadratic, damping, self)
+        return _EarlyStopped(quadratic, damping)
 
 
 class _EarlyStopped(Damped):
-    def __init__(self, quadratic: Quadratic, damping: Scalar, solver: EarlyStopped) -> None:
-        super().__init__(quadratic, damping)
-        self._solver = solver
-
     @property
     def center(self) -> None:
         """Zero: the last p is a place to start from."""
         return
 
     def minimizer(self) -> Minimizer:
-        quadratic, damping = self.quadratic, float(self.damping)
+        quadratic, damping, solver = self.quadratic, float(self.damping), self.quadratic.solver
+        assert isinstance(solver, EarlyStopped)
         linear = quadratic.all_of_gradient()
         if quadratic.decay is not None:
             linear = linear + quadratic.decay.force
@@ -65,8 +62,8 @@ class _EarlyStopped(Damped):
             product,
             linear.flat,
             start,
-            progress=self._solver.progress,
-            max_iterations=self._solver.max_iterations,
+            progress=solver.progress,
+            max_iterations=solver.max_iterations,
         )
         p = linear.of(quadratic.group.same(minimum.x))
         squared = float(p.dot(p))

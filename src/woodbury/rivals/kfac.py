@@ -51,14 +51,10 @@ class Kronecker(Solver):
     decay: float
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
-        return _Kronecker(quadratic, damping, self)
+        return _Kronecker(quadratic, damping)
 
 
 class _Kronecker(Damped):
-    def __init__(self, quadratic: Quadratic, damping: Scalar, solver: Kronecker) -> None:
-        super().__init__(quadratic, damping)
-        self._solver = solver
-
     def minimizer(self) -> Minimizer:
         quadratic, group = self.quadratic, self.quadratic.group
         forms = quadratic.all_rows.head_forms(quadratic.curvature_rows)
@@ -90,12 +86,14 @@ class _Kronecker(Damped):
         for factors in fresh.values():
             # |A_ij| <= sqrt(A_ii A_jj): a finite diagonal is enough
             good = good & torch.isfinite(factors["inputs"].trace() + factors["grads"].trace())
-        known, state = truth(good), self.quadratic.state  # a tensor where asking would wait
+        state, solver = self.quadratic.state, self.quadratic.solver
+        assert isinstance(solver, Kronecker)
+        known = truth(good)  # a tensor where asking would wait
         step = state.get("factor_steps", 0) + (1 if known is not False else 0)
-        weight = min(1 - 1 / max(step, 1), self._solver.decay)
+        weight = min(1 - 1 / max(step, 1), solver.decay)
         averages: dict[str, dict[str, Tensor]] = dict(state.get("averages", {}))
         stored: dict[str, Inverses] = dict(state.get("inverses", {}))
-        due = step <= _FIRST_STEPS or step % self._solver.refresh == 0
+        due = step <= _FIRST_STEPS or step % solver.refresh == 0
         used: dict[str, Inverses] = {}
         usable = good
         for name, new in fresh.items():
@@ -216,9 +214,8 @@ def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor
         lower, info = torch.linalg.cholesky_ex(damped)
         done = info == 0
         # cholesky_inverse raises on a factor that was left unfinished
-        inverse = torch.cholesky_inverse(
-            _where(done, lower, partial(identity, len(lower), lower.dtype, lower.device))
-        )
+        unit = partial(identity, len(lower), lower.dtype, lower.device)
+        inverse = torch.cholesky_inverse(_where(done, lower, unit))
         result[side] = _where(done, inverse, partial(torch.zeros_like, inverse))
         result[f"{side}_shift"] = shift
         ok = ok & done

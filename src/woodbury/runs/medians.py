@@ -4,22 +4,45 @@ A group is one curve in every figure and one line in every table. A run whose lo
 records) has diverged: its loss counts as infinite.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from woodbury.runs.looks import Look, looks_of
-from woodbury.runs.run import Run
+from woodbury.runs.records import Run
 
 _FAILED = -9.0  # in place of a ratio that is not finite: far below what is drawn
 _HUGE = 1e300  # what is larger counts as infinite: no axis or mean overflows
 _LONGEST = 200  # characters of a label
 _POINTS = 250  # of a curve over steps, at most
 _RATIO_WINDOW = 1 / 20  # of the longest run: the span of the running median
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one curve is drawn; through the gaps of a dashed one a curve below it can be seen."""
+
+    colour: str
+    dark: str  # the same colour on a dark page
+    marker: str  # as matplotlib names it
+    dashed: bool = False  # with hollow markers
+
+
+# Okabe and Ito's palette, made for every common form of colour blindness; markers help in print.
+_OWN = {
+    "smw-gn": Look("#0072B2", "#4C97E8", "o"),
+    "smw-ng": Look("#D55E00", "#F07C32", "s"),
+    "smw-ng-bd": Look("#009E73", "#22BC92", "^"),
+    # The step of SMW-GN by another method: over epochs the two curves coincide.
+    "hf": Look("#333333", "#D0D0D0", "D", dashed=True),
+    "kfac": Look("#CC79A7", "#DE93BE", "v"),
+    "sgd": Look("#E69F00", "#F0B429", "P"),
+    "adam": Look("#56B4E9", "#7CCBF5", "X"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +92,18 @@ def _labels(optimizer: str, variants: list[list[Run]]) -> list[str]:
     differing = [name for name in names if len({(name in table, table.get(name)) for table in tables}) > 1]
     parts = [[f"{name}={table[name]}" for name in differing if name in table] for table in tables]
     return [" ".join([optimizer, *part])[:_LONGEST] for part in parts]
+
+
+def looks_of(optimizers: Sequence[str]) -> list[Look]:
+    """One look per name: the optimizer's own where the name first appears, else the next unused one, dashed."""
+    unused = [look for name, look in _OWN.items() if name not in optimizers]
+    others = [replace(look, marker=marker) for marker in "Xv^PosD" for look in _OWN.values() if not look.dashed]
+    spare = itertools.cycle(dict.fromkeys(replace(look, dashed=True) for look in (*unused, *others)))
+    looks: list[Look] = []
+    for index, name in enumerate(optimizers):
+        is_first = name in _OWN and name not in optimizers[:index]
+        looks.append(_OWN[name] if is_first else next(spare))
+    return looks
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a report draws of one data set, said once: figure.py draws it by matplotlib, page.html in a browser.
+"""What a report draws of one data set, said once: report.py draws it by matplotlib, page.html in a browser.
 
 Every number, limit and label comes from here. A renderer turns values into places, with the scale of an axis.
 """
@@ -13,8 +13,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Affine2D
 
 from woodbury.policies.damping import LevenbergMarquardt
-from woodbury.runs.looks import Look
-from woodbury.runs.medians import Curve, Group, curves_of
+from woodbury.runs.medians import Curve, Group, Look, curves_of
 
 _LOW_RATIO = LevenbergMarquardt.threshold
 THRESHOLDS = (_LOW_RATIO, 1 - _LOW_RATIO)  # of the ratio: damping changes there

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from woodbury.runs.medians import Group, ends_of, number
-from woodbury.runs.run import Run
+from woodbury.runs.records import Run
 
 ENOUGH_SEEDS = 3
 COMPARED = ("train_loss", "test_loss", "test_error", "best_test_error", "seconds_per_step")
