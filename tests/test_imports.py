@@ -67,7 +67,7 @@ FLOORS = {
     "policies": [
         ["damping", "guard", "search"],
         ["plain", "proposal"],
-        ["damped_step", "ladder", "path"],
+        ["damped_step", "ladder"],
         ["curved"],
     ],
     "optim": [
