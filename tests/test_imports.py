@@ -26,7 +26,7 @@ FLOORS = {
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "robust", "scaled", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
-    "posterior": [["systems", "evidence", "classes"], ["data"], ["laplace"]],
+    "posterior": [["systems"], ["data"], ["laplace"]],
     "layers": [
         ["forms"],
         ["registry", "positions"],
