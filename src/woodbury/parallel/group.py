@@ -45,7 +45,9 @@ class Group:
         self.rank = 0 if alone else torch.distributed.get_rank(processes)
         self.bytes_given = 0  # that this process has put into collectives
 
-    def _run(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _run(self, given: int, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """A collective into which this process puts so many bytes."""
+        self.bytes_given += given
         try:
             return collective(*args, group=self._processes, **options)
         except (RuntimeError, ValueError) as error:  # a closed connection, or a timeout
@@ -59,8 +61,7 @@ class Group:
         if self.size == 1:
             return tensor
         total = tensor.detach().clone().contiguous()
-        self.bytes_given += total.nbytes
-        self._run(torch.distributed.all_reduce, total)
+        self._run(total.nbytes, torch.distributed.all_reduce, total)
         return total
 
     def sums(self, *numbers: float) -> list[float]:
@@ -81,8 +82,7 @@ class Group:
         padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
         padded[..., : tensor.shape[-1]] = tensor
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        self.bytes_given += padded.nbytes
-        self._run(torch.distributed.all_gather, everyone, padded)
+        self._run(padded.nbytes, torch.distributed.all_gather, everyone, padded)
         return [whole[..., :length] for whole, length in zip(everyone, lengths, strict=True)]
 
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
@@ -90,9 +90,7 @@ class Group:
         if self.size == 1:
             return [(number,) for number in numbers]
         mine = torch.tensor(numbers, device=self._device())
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self.bytes_given += mine.nbytes
-        self._run(torch.distributed.all_gather, everyone, mine)
+        everyone = self.gather(mine, [len(numbers)] * self.size)
         return [tuple(column) for column in torch.stack(everyone, 1).tolist()]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -100,8 +98,7 @@ class Group:
         if self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
-        self.bytes_given += len(pickle.dumps(value))
-        self._run(torch.distributed.all_gather_object, everyone, value)
+        self._run(len(pickle.dumps(value)), torch.distributed.all_gather_object, everyone, value)
         return everyone
 
     def object_of_first(self, value: Any) -> Any:
@@ -109,8 +106,8 @@ class Group:
         if self.size == 1:
             return value
         shared = [value if self.rank == 0 else None]
-        self.bytes_given += len(pickle.dumps(value)) if self.rank == 0 else 0
-        self._run(torch.distributed.broadcast_object_list, shared, src=self._first())
+        given = len(pickle.dumps(value)) if self.rank == 0 else 0
+        self._run(given, torch.distributed.broadcast_object_list, shared, src=self._first())
         return shared[0]
 
     @contextmanager
@@ -152,8 +149,7 @@ class Group:
         if self.size == 1:
             return tensor
         shared = tensor.detach().clone().contiguous()
-        self.bytes_given += shared.nbytes if self.rank == 0 else 0
-        self._run(torch.distributed.broadcast, shared, src=self._first())
+        self._run(shared.nbytes if self.rank == 0 else 0, torch.distributed.broadcast, shared, src=self._first())
         return shared
 
     def _first(self) -> int:
