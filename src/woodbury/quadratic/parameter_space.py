@@ -45,9 +45,7 @@ class InParameterSpace(Damped):
         else:
             curvature = sum_of_squares(image[: quadratic.curvature_rows]) / quadratic.divisor
         displacement = Displacement.of(quadratic.plan, p)
-        found = minimizer_of(quadratic, displacement, self.damping, curvature, self._ok)
-        found.image = image
-        return found
+        return minimizer_of(quadratic, displacement, self.damping, curvature, self._ok, image)
 
     def doubt(self, found: Minimizer, look: bool) -> str | None:
         if not look:

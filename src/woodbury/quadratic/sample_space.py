@@ -14,7 +14,6 @@ float32 accurate at small damping. Momentum, weight decay and a gradient given f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +41,16 @@ from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 class _InSampleSpace(Damped):
     """What the two ways to solve the small system share."""
 
-    def coefficients(self, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution]) -> SampleSpaceStep:
-        """c of p = p0 + Z^T c."""
-        quadratic, projected = self.quadratic, None
+    def solved(
+        self, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution], form: bool
+    ) -> tuple[Displacement, SampleSpaceStep]:
+        """p0 + D Z^T c with D = lambda / (lambda + W), formed unless both p0 and W are zero; and c."""
+        quadratic, rows, projected = self.quadratic, self.quadratic.all_rows, None
         if self.base is not None:
-            projected = quadratic.blocks.join(quadratic.all_rows.layer_matvec(self.base))
+            projected = quadratic.blocks.join(rows.layer_matvec(self.base))
             if projected.shape[-1] > quadratic.curvature_rows:
                 projected = projected[..., : quadratic.curvature_rows]
-        return solve_in_sample_space(
+        step = solve_in_sample_space(
             gram,
             quadratic.curvature_rows,
             divisor=quadratic.divisor,
@@ -57,18 +58,14 @@ class _InSampleSpace(Damped):
             e=quadratic.e,
             projected_base=projected,
             damping=self.damping,
-            solve=quadratic.all_rows.shared_out(solve),
+            solve=rows.shared_out(solve),
         )
-
-    def displacement(self, step: SampleSpaceStep, form: bool) -> Displacement:
-        """p0 + D Z^T c with D = lambda / (lambda + W); formed, unless both p0 and W are zero."""
-        quadratic, rows = self.quadratic, self.quadratic.all_rows
         if self.base is None and not rows.joint:
-            return Displacement(quadratic.plan, rows, step.coefficients, form)
+            return Displacement(quadratic.plan, rows, step.coefficients, form), step
         product = rows.rmatvec(step.coefficients)
         if quadratic.decay is not None:
             product = quadratic.decay.scaled(product, self.damping)
-        return Displacement.of(quadratic.plan, product if self.base is None else self.base + product)
+        return Displacement.of(quadratic.plan, product if self.base is None else self.base + product), step
 
 
 class InSampleSpace(_InSampleSpace):
@@ -93,8 +90,7 @@ class InSampleSpace(_InSampleSpace):
         plain_chain = self.base is None and quadratic.is_chain
         form = rows.joint or (plain_chain and rows.forming_pays(quadratic.curvature_rows))
         gram = quadratic.gram(self.damping, form)
-        step = self.coefficients(gram, self._factor_and_solve)
-        displacement = self.displacement(step, form)
+        displacement, step = self.solved(gram, self._factor_and_solve, form)
         if self.base is not None:
             return minimizer_of(quadratic, displacement, self.damping, step.curvature, step.ok)
         squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
@@ -154,9 +150,8 @@ class InSampleSpace(_InSampleSpace):
         p = self.pull_back(quadratic.pull)
         image = quadratic.image(p)
         curvature = sum_of_squares(image) / quadratic.divisor
-        found = minimizer_of(quadratic, Displacement.of(quadratic.plan, p), self.damping, curvature, self._ok)
-        found.image = image
-        return found
+        displacement = Displacement.of(quadratic.plan, p)
+        return minimizer_of(quadratic, displacement, self.damping, curvature, self._ok, image)
 
 
 class ByIteration(_InSampleSpace):
@@ -164,8 +159,8 @@ class ByIteration(_InSampleSpace):
 
     def minimizer(self) -> Minimizer:
         quadratic, rows = self.quadratic, self.quadratic.all_rows
-        step = self.coefficients(quadratic.gram(self.damping, rows.joint), self._solve)
-        displacement = self.displacement(step, rows.joint)
+        gram = quadratic.gram(self.damping, rows.joint)
+        displacement, step = self.solved(gram, self._solve, rows.joint)
         p = displacement.dense()
         images = quadratic.blocks.join(rows.layer_matvec(p))
         return Minimizer(displacement, quadratic.predicted(p, images), scalar(p.dot(p)), step.ok)
@@ -188,9 +183,14 @@ def tolerance_in(dtype: torch.dtype, tolerance: float | None) -> float:
 
 
 def minimizer_of(
-    quadratic: Quadratic, displacement: Displacement, damping: Scalar, curvature: Scalar, usable: Any
+    quadratic: Quadratic,
+    displacement: Displacement,
+    damping: Scalar,
+    curvature: Scalar,
+    usable: Truth,
+    image: Tensor | None = None,
 ) -> Minimizer:
-    """A p that is formed and solves its system, with curvature = p^T B p.
+    """A p that is formed and solves its system, with curvature = p^T B p; image: Z p.
 
     m(0) - m(p) = lambda p . (p - q) + p^T (B + W) p / 2
     """
@@ -200,7 +200,7 @@ def minimizer_of(
         pull = pull - scalar(p.dot(quadratic.center))
     if quadratic.decay is not None:
         curvature = curvature + quadratic.decay.curvature(p)
-    return Minimizer(displacement, damping * pull + 0.5 * curvature, squared, usable)
+    return Minimizer(displacement, damping * pull + 0.5 * curvature, squared, usable, image=image)
 
 
 class ConjugateGradient(Solver):
