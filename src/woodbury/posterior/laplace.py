@@ -126,21 +126,21 @@ class Posterior:
         changes l_j by about minus this number.
         """
         data, factor = self._data, self._data.factor_of(self.noise)
-        parts = []
-        for window in _windows(inputs, len(self._system.lower)):
-            own = data.gradient_rows(_at(inputs, window), None if targets is None else targets[window])
+        influences = []
+        for part, window in _parts(inputs, len(self._system.lower)):
+            own = data.gradient_rows(part, None if targets is None else targets[window])
             product = self._system.with_training(own) * (math.sqrt(factor) * data.e)
-            part = product.reshape(own.row_count, data.samples, -1).sum(2)
+            influence = product.reshape(own.row_count, data.samples, -1).sum(2)
             if data.rest is not None:
-                part = part + self._system.between(own, data.rest) * factor
-            parts.append(-part)
-        return torch.cat(parts)
+                influence = influence + self._system.between(own, data.rest) * factor
+            influences.append(-influence)
+        return torch.cat(influences)
 
     def _output_rows(self, inputs: Any) -> Iterator[tuple[Rows, int]]:
         """The rows of all outputs (S = I), for as many samples at a time as fit, and the number of outputs."""
         width = math.prod(self._data.output_shape)
-        for window in _windows(inputs, len(self._system.lower) * width):
-            yield self._data.rows_at(_at(inputs, window), lambda captured: (unit_columns(captured), 1.0)), width
+        for part, _ in _parts(inputs, len(self._system.lower) * width):
+            yield self._data.rows_at(part, lambda captured: (unit_columns(captured), 1.0)), width
 
     def __repr__(self) -> str:
         noise = "" if self.noise is None else f", noise={self.noise:.4g}"
@@ -229,15 +229,13 @@ def posterior(
     return Posterior(data, data.system(data.precisions(chosen), variance, matrix), chosen, variance)
 
 
-def _windows(inputs: Any, numbers_per_sample: int) -> Iterator[slice]:
-    """Samples in pieces for which the matrix with the training data fits."""
+def _parts(inputs: Any, numbers_per_sample: int) -> Iterator[tuple[Any, slice]]:
+    """Samples in parts for which the matrix with the training data fits, each with its place."""
     count = _batch.sample_count(inputs)
     length = max(1, min(count, _NUMBERS_AT_ONCE // max(1, numbers_per_sample)))
-    return (slice(start, min(start + length, count)) for start in range(0, count, length))
-
-
-def _at(inputs: Any, window: slice) -> Any:
-    return _batch.part(inputs, window, _batch.sample_count(inputs))
+    for start in range(0, count, length):
+        window = slice(start, start + length)
+        yield _batch.part(inputs, window, count), window
 
 
 def _check_argument(name: str, value: Any, what: str) -> None:
