@@ -59,7 +59,7 @@ FLOORS = {
     "quadratic": [
         ["blocks", "displacement", "decay", "passes", "joint"],
         ["objective", "quadratic"],
-        ["doubts", "linearize", "memory", "metric"],
+        ["linearize", "memory", "metric"],
         ["sample_space"],
         ["parameter_space", "by_products"],
         ["solvers"],

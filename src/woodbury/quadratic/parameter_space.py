@@ -14,9 +14,8 @@ from woodbury.linalg import factor_cholesky, plus_diagonal, reciprocal_condition
 from woodbury.model.plan import Plan
 from woodbury.quadratic.blocks import Blocks
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.doubts import doubt_of_condition
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
-from woodbury.quadratic.sample_space import InSampleSpace, minimizer_of
+from woodbury.quadratic.sample_space import InSampleSpace, doubt_of_condition, minimizer_of
 
 
 def is_smaller(plan: Plan, blocks: Blocks, row_count: int) -> bool:
