@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._vector import Vector
-from woodbury.device.scalars import Scale
-from woodbury.layers.forms import RowForm, concatenate_forms
+from woodbury.layers.forms import Dtype, RowForm, Scales, concatenate_forms
 from woodbury.linalg import Solution, full_precision
 from woodbury.parallel.group import Group, assemble, dismantle
 from woodbury.row_matrix import Rows, SmallSolver
@@ -102,7 +101,7 @@ class JointRows(Rows):
 
     # -- the Gram matrix on the factor rows ----------------------------------------------------------------
 
-    def _columns(self, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> list[Tensor]:
+    def _columns(self, scales: Scales, dtype: Dtype) -> list[Tensor]:
         """K[:, own rows] of each layer, (m, own rows)."""
         columns = []
         used = dict.fromkeys(name for shard in self._shards for name in shard.skeletons)
@@ -149,21 +148,14 @@ class JointRows(Rows):
             forms.append(assemble(entry[0], parts, self.plan.model))
         return forms
 
-    def gram(
-        self,
-        other: Rows | None = None,
-        scales: Mapping[str, Scale] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:
         """The first rows of K, those of the factor rows."""
         return self.joined(torch.stack(self._columns(scales, dtype)).sum(0))
 
-    def layer_grams(
-        self, scales: Mapping[str, Scale] | None = None, dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def layer_grams(self, scales: Scales = None, dtype: Dtype = None) -> list[Tensor]:
         return list(self.joined(torch.stack(self._columns(scales, dtype))))
 
-    def gram_head(self, row_count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def gram_head(self, row_count: int, dtype: Dtype = None) -> list[Tensor]:
         return self._columns(None, dtype)
 
     def forming_pays(self, head: int) -> bool:
@@ -178,9 +170,7 @@ class JointRows(Rows):
         local = self._local.rmatvec(self._local_part(coefficients))
         return self._group.sum_vector(local.of(local.flat.detach()))
 
-    def curvature(
-        self, row_count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def curvature(self, row_count: int, blocks: Sequence[Sequence[str]], dtype: Dtype = None) -> list[Tensor]:
         matrices = self._local.curvature(self.factor_rows[self._group.rank], blocks, dtype)
         return [self._group.sum(matrix) for matrix in matrices]
 
