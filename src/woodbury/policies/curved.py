@@ -18,7 +18,7 @@ from woodbury import _random
 from woodbury._vector import Vector, weighted_sum
 from woodbury.device.scalars import Scalar, as_number
 from woodbury.linalg import minimize_nonnegative
-from woodbury.policies.ladder import Ladder, Rung, of_layers
+from woodbury.policies.ladder import Ladder, Rung
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
 from woodbury.policies.search import (
     CORRECTIONS,
@@ -154,9 +154,7 @@ class SearchedStep(Policy):
             return _proposal(quadratic, objective, choice, math.nan, 0.0, memory)
         judge = self._judge_of(quadratic, objective, rungs)
         combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
-        layer = None
-        if not remembered and self._is_out_of_scale(quadratic):
-            layer = self._best_layer(quadratic, ladder.trace, judge)
+        layer = None if remembered else self._best_layer(quadratic, ladder.trace, judge)
         if layer is not None:
             choice, memory = Choice(*layer, combined), Memory()
         elif memory.dull >= DULL:
@@ -220,7 +218,7 @@ class SearchedStep(Policy):
         Then steps in all layers at once are limited by the product of their changes: one layer must find the
         scale.
         """
-        if self.search.first is None or quadratic.held_out is not None or quadratic.e is None:
+        if quadratic.held_out is not None or quadratic.e is None:
             return False
         theta = {name: own.detach() for name, own in quadratic.plan.parameters.items()}
         own = quadratic.image(quadratic.space.pack(theta))[: quadratic.curvature_rows]
@@ -232,11 +230,15 @@ class SearchedStep(Policy):
 
     def _best_layer(self, quadratic: AnyQuadratic, trace: float, judge: Judge) -> tuple[Vector, Length] | None:
         """The best step of one layer, -(B_ll + lambda D)^{-1} g_l, if it takes away at least half of the loss."""
-        if self.search.first is None or len(quadratic.plan.blocks) < 2:
+        first = self.search.first
+        if first is None or len(quadratic.plan.blocks) < 2 or not self._is_out_of_scale(quadratic):
             return None
-        layers = of_layers(quadratic, self.search.first * trace)
-        if not layers:
+        by_layer = quadratic.by_layer()
+        found = by_layer.at(first * trace).minimizer()
+        if not (found.usable and math.isfinite(float(found.squared_norm))):
             return None
+        p = found.displacement.dense()
+        layers = [p.restrict(names) for names in by_layer.blocks.parameter_names(quadratic.plan)]
         best, length, _ = _best_of(judge, layers, (1.0,))
         return (best, length) if length.decrease >= 0.5 * abs(judge.loss) else None
 

@@ -94,13 +94,3 @@ class Ladder:
             p, image, w = p.plus(q, step), image + step * q_image, w - step * q_image
         predicted = float(torch.dot(torch.add(quadratic.pull, image, alpha=-0.5), image)) / divisor
         return Rung(rung.damping, p, predicted, image)
-
-
-def of_layers(quadratic: AnyQuadratic, damping: float) -> list[Vector]:
-    """p of each layer alone; none where they cannot be had."""
-    by_layer = quadratic.by_layer()
-    found = by_layer.at(damping).minimizer()
-    if not (found.usable and math.isfinite(float(found.squared_norm))):
-        return []
-    p = found.displacement.dense()
-    return [p.restrict(names) for names in by_layer.blocks.parameter_names(quadratic.plan)]
