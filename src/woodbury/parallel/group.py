@@ -5,7 +5,6 @@ Every collective here is the identity for one process, so that what uses it has 
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from woodbury._vector import Vector
 
@@ -215,43 +214,3 @@ def raised_by_all(function: Callable[Given, Result]) -> Callable[Given, Result]:
             return function(*args, **options)
 
     return together
-
-
-class _Dismantler(pickle.Pickler):
-    """Pickles an object without its tensors, which are collected, and without modules, which are named."""
-
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
-        super().__init__(file)
-        self._names = names
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-            return "tensor", len(self.tensors) - 1
-        if isinstance(value, nn.Module) and id(value) in self._names:
-            return "module", self._names[id(value)]
-        return None
-
-
-class _Assembler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: Sequence[Tensor], model: nn.Module) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors, self._model = tensors, model
-
-    def persistent_load(self, key: Any) -> Any:
-        kind, value = key
-        return self._tensors[value] if kind == "tensor" else self._model.get_submodule(value)
-
-
-def dismantle(value: Any, model: nn.Module) -> tuple[bytes, list[Tensor]]:
-    """An object as a few bytes and its tensors."""
-    file = io.BytesIO()
-    pickler = _Dismantler(file, {id(module): name for name, module in model.named_modules()})
-    pickler.dump(value)
-    return file.getvalue(), pickler.tensors
-
-
-def assemble(data: bytes, tensors: Sequence[Tensor], model: nn.Module) -> Any:
-    """The object of `dismantle`."""
-    return _Assembler(data, tensors, model).load()

@@ -13,8 +13,10 @@ sum.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from woodbury._vector import Vector
 from woodbury.layers.forms import Dtype, RowForm, Scales, concatenate_forms
 from woodbury.linalg import Solution, full_precision
-from woodbury.parallel.group import Group, assemble, dismantle
+from woodbury.parallel.group import Group
 from woodbury.row_matrix import Rows, SmallSolver
 
 
@@ -48,9 +50,44 @@ class Head(NamedTuple):
     tensors: list[Tensor]
 
 
+class _Dismantler(pickle.Pickler):
+    """Pickles an object without its tensors, which are collected, and without modules, which are named."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return "tensor", len(self.tensors) - 1
+        if isinstance(value, nn.Module) and id(value) in self._names:
+            return "module", self._names[id(value)]
+        return None
+
+
+class Assembler(pickle.Unpickler):
+    """Gives a form again, from its skeleton and its tensors, by `load`."""
+
+    def __init__(self, data: bytes, tensors: Sequence[Tensor], model: nn.Module) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors, self._model = tensors, model
+
+    def persistent_load(self, key: Any) -> Any:
+        kind, value = key
+        return self._tensors[value] if kind == "tensor" else self._model.get_submodule(value)
+
+
 def take_apart(model: nn.Module, forms: Mapping[str, RowForm]) -> dict[str, Head]:
-    """The factor rows of this process by layer."""
-    return {name: Head(form, *dismantle(form, model)) for name, form in forms.items()}
+    """The factor rows of this process by layer: their forms as a few bytes, and tensors."""
+    names, heads = {id(module): name for name, module in model.named_modules()}, {}
+    for name, form in forms.items():
+        file = io.BytesIO()
+        pickler = _Dismantler(file, names)
+        pickler.dump(form)
+        heads[name] = Head(form, file.getvalue(), pickler.tensors)
+    return heads
 
 
 class JointRows(Rows):
@@ -145,7 +182,7 @@ class JointRows(Rows):
                 start = used[dtype]
                 used[dtype] = start + shape.numel()
                 parts.append(received[dtype][rank][start : used[dtype]].view(shape))
-            forms.append(assemble(entry[0], parts, self.plan.model))
+            forms.append(Assembler(entry[0], parts, self.plan.model).load())
         return forms
 
     def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:
