@@ -72,11 +72,7 @@ class InParameterSpace(Damped):
         return self._joined(parts, force), None
 
     def _refined(self, p: Tensor, force: Vector) -> tuple[Vector, Tensor]:
-        """p after one step of iterative refinement, and Z p.
-
-        With the residual from U^T (U p) rather than from the rounded B: this wins back the digits that B loses at
-        small damping (corrected semi-normal equations, Björck 1987).
-        """
+        """p after one step of iterative refinement with U^T (U p), as in sample space, and Z p."""
         rows, dtype = self.quadratic.all_rows, force.flat.dtype
         image = rows.matvec(force.of(p.to(dtype)))
         image[self.quadratic.curvature_rows :] = 0  # the rows of samples outside S2
