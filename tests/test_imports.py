@@ -57,7 +57,7 @@ FLOORS = {
         ["door"],
     ],
     "quadratic": [
-        ["blocks", "displacement", "decay", "passes", "joint"],
+        ["displacement", "decay", "passes", "joint"],
         ["objective", "quadratic"],
         ["linearize", "memory", "metric"],
         ["sample_space"],

@@ -93,12 +93,7 @@ class Minimum(NamedTuple):
 
 
 def minimize_quadratic(
-    product: Callable[[Tensor], Tensor],
-    linear: Tensor,
-    start: Tensor,
-    *,
-    progress: float,
-    max_iterations: int,
+    product: Callable[[Tensor], Tensor], linear: Tensor, start: Tensor, *, progress: float, max_iterations: int
 ) -> Minimum:
     """Lower phi(x) = x^T A x / 2 + linear . x by conjugate gradients, for a positive definite A.
 

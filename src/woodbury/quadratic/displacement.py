@@ -176,11 +176,7 @@ def _names(part: _Factored) -> set[str]:
 
 
 def _moved_linear(
-    part: _Factored,
-    capture: Capture | None,
-    piece: int,
-    plain: Callable[[Tensor], Tensor],
-    input: Tensor,
+    part: _Factored, capture: Capture | None, piece: int, plain: Callable[[Tensor], Tensor], input: Tensor
 ) -> Tensor:
     """A Linear layer at theta + p: z(v) + (v V^T + 1) Hbar, with z and v V^T from a pass where known."""
     layer, total = part

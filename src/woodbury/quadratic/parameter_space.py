@@ -12,9 +12,8 @@ from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar
 from woodbury.linalg import factor_cholesky, plus_diagonal, reciprocal_condition, solve_factored, sum_of_squares
 from woodbury.model.plan import Plan
-from woodbury.quadratic.blocks import Blocks
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
+from woodbury.quadratic.quadratic import Blocks, Damped, Minimizer, Quadratic, Solver
 from woodbury.quadratic.sample_space import InSampleSpace, doubt_of_condition, minimizer_of
 
 

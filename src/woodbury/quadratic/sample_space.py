@@ -73,16 +73,9 @@ class InSampleSpace(_InSampleSpace):
     _lower: Tensor | None = None  # L, (m, m), or (b, m, m) for b blocks
     _ok: Truth = True
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether all of p is Z^T c with one c for all blocks: then it can be refined."""
-        quadratic = self.quadratic
-        only_factor_rows = quadratic.all_rows.row_count == quadratic.curvature_rows
-        return only_factor_rows and quadratic.blocks.is_whole and quadratic.decay is None
-
     def minimizer(self) -> Minimizer:
         """m(0) - m(p) = lambda |p|^2 + |U p|^2 / 2 for p0 = 0."""
-        if self.refine and self.base is None and self._is_plain:
+        if self.refine and self.base is None and self.quadratic.is_plain:
             return self._refined_minimizer()
         quadratic, rows = self.quadratic, self.quadratic.all_rows
         # p itself where all that is cheaper with it: then K is needed on the factor rows alone
@@ -113,7 +106,7 @@ class InSampleSpace(_InSampleSpace):
             (shift,) = compute(self.damping * quadratic.divisor)
             self._factor(plus_diagonal(quadratic.factor_gram(self.damping), shift))
         c = self._solve(weights)
-        if refine and self._is_plain:
+        if refine and quadratic.is_plain:  # all of p is Z^T c
             c = self._refined(c, weights)
         p = quadratic.combine_factor_rows(c)
         return p if quadratic.decay is None else quadratic.decay.scaled(p, self.damping)
