@@ -35,7 +35,7 @@ def by_fit(
     problem: Problem, seconds: float, note: Callable[[float], None], weight: float | None = None
 ) -> dict[str, float]:
     """With this weight of all terms but the first, or with balanced ones."""
-    terms = dict(problem.terms)
+    terms: dict[str, Any] = dict(problem.terms)
     if weight is not None:
         terms |= {name: (*term, weight) for name, term in list(terms.items())[1:]}
     fit = woodbury.fit(

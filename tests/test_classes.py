@@ -8,7 +8,7 @@ import torch
 
 import bounds
 from test_posterior import PRIOR, Dense, bound_of, jacobians, make, make_posterior, new_inputs
-from woodbury.posterior.classes import SHARES, left_out, mean_softmax, share_by_left_out
+from woodbury.posterior.laplace import SHARES, left_out, mean_softmax, share_by_left_out
 
 NAMES = ["softmax", "softmax-two-classes", "softmax-weighted", "few-parameters-softmax"]
 every_name = pytest.mark.parametrize("name", NAMES)

@@ -26,7 +26,7 @@ FLOORS = {
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
-    "posterior": [["systems", "evidence", "classes"], ["data"], ["laplace"]],
+    "posterior": [["systems"], ["data"], ["laplace"]],
     "layers": [["forms"], ["positions"], ["shared"], ["outer"], ["sums", "rules"], ["maps"]],
     "model": [
         ["buffers", "expanded", "compiled"],
@@ -49,9 +49,9 @@ FLOORS = {
         ["door"],
     ],
     "quadratic": [
-        ["blocks", "displacement", "decay", "passes", "joint"],
+        ["displacement", "decay", "passes", "joint"],
         ["objective", "quadratic"],
-        ["doubts", "linearize", "memory", "metric"],
+        ["linearize", "memory", "metric"],
         ["sample_space"],
         ["parameter_space", "by_products"],
         ["solvers"],
@@ -59,7 +59,7 @@ FLOORS = {
     "policies": [
         ["damping", "guard", "search"],
         ["plain", "proposal"],
-        ["damped_step", "ladder", "path"],
+        ["damped_step", "ladder"],
         ["curved"],
     ],
     "optim": [

@@ -20,7 +20,7 @@ from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, SharedRows, positions
 from woodbury.losses.rules import loss_rule
-from woodbury.parallel.group import assemble, dismantle
+from woodbury.quadratic.joint import Assembler, take_apart
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 CLASSES = 3
@@ -71,7 +71,8 @@ def check_rows(model, loss, inputs, targets, **options):
         assert rows.shape == U.shape
         torch.testing.assert_close(rows.dense(), U)
         sent = copy.copy(rows)  # as another process gets it
-        sent.forms = {name: assemble(*dismantle(form, model), model) for name, form in rows.forms.items()}
+        heads = take_apart(model, rows.forms).items()
+        sent.forms = {name: Assembler(head.skeleton, head.tensors, model).load() for name, head in heads}
         torch.testing.assert_close(sent.gram(), U @ U.T)
         torch.testing.assert_close(rows.gram(), U @ U.T)
         scales = {name: torch.rand((), dtype=U.dtype) for name in names}

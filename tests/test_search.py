@@ -23,9 +23,8 @@ from woodbury.losses.rules import ScaledLoss
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
-from woodbury.policies import curved, path
-from woodbury.policies.curved import Choice, Memory
-from woodbury.policies.path import Path
+from woodbury.policies import curved
+from woodbury.policies.curved import Choice, Memory, Path
 from woodbury.policies.search import CORRECTIONS, Length, find_length
 
 NOT_IN_THE_ROWS = ("counts-by-rate",)  # part of the gradient
@@ -320,7 +319,7 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
         problem.model, problem.loss, search=MILD, weight_decay=decay, forward=forward, **settings
     )
     if depth:
-        optimizer.state["search"] = Memory(depth=depth).as_state()
+        optimizer.state["search"] = dataclasses.asdict(Memory(depth=depth))
     arguments = {"held_out": held_out, "subset": None if subset is None else torch.tensor(subset)}
     direction = optimizer.direction(problem.inputs, problem.targets, **arguments)
     before = reference.theta(problem.model)
@@ -369,10 +368,10 @@ def test_corrected_points_are_those_of_the_dense_formula_and_lower(monkeypatch):
         optimizer = woodbury.GaussNewton(
             other.model, other.loss, search=MILD, weight_decay=decay, metric=changes.get("metric")
         )
-        optimizer.state["search"] = Memory(depth=changes.get("depth", 0)).as_state()
+        optimizer.state["search"] = dataclasses.asdict(Memory(depth=changes.get("depth", 0)))
         subset = None if subset is None else torch.tensor(subset)
         with monkeypatch.context() as patched:
-            patched.setattr(path, "CORRECTIONS", 0)
+            patched.setattr(curved, "CORRECTIONS", 0)
             optimizer.step(other.inputs, other.targets, held_out=held_out, subset=subset)
         corrected, straight = (objective(own, held_out, decay) for own in (problem, other))
         bound = bounds.rounding(problem.targets.numel())
@@ -445,7 +444,7 @@ def direction_at(depth, name="squared", decay=0.0, subset=None, **settings):
     """The direction of a search at this depth."""
     problem = problems.make(name)
     optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, weight_decay=decay, **settings)
-    optimizer.state["search"] = Memory(depth=depth).as_state()
+    optimizer.state["search"] = dataclasses.asdict(Memory(depth=depth))
     subset = None if subset is None else torch.tensor(subset)
     return reference.flat(optimizer.direction(problem.inputs, problem.targets, subset=subset).values())
 

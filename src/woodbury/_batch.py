@@ -210,11 +210,6 @@ def _map_leaves(function: Callable[[Any], Any], tree: Any, samples: int) -> Any:
     return pytree.tree_unflatten([function(leaf) for leaf in leaves], structure)
 
 
-def split(tree: Any, at: int, samples: int) -> tuple[Any, Any]:
-    """The first `at` samples and the others, as views."""
-    return part(tree, slice(0, at), samples), part(tree, slice(at, None), samples)
-
-
 def join(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
     """One batch of several: tensors with a sample axis are joined, everything else must be the same."""
     flattened = [pytree.tree_flatten(tree) for tree in trees]
@@ -261,10 +256,11 @@ class Batch:
         """S2 and the samples outside it, as (inputs, targets, samples)."""
         if self.curvature == self.samples:
             return [(self.inputs, self.targets, self.samples)]
-        inputs = split(self.inputs, self.curvature, self.samples)
-        targets = (None, None) if self.targets is None else split(self.targets, self.curvature, self.samples)
-        sample_counts = (self.curvature, self.samples - self.curvature)
-        return list(zip(inputs, targets, sample_counts, strict=True))
+        pieces = []
+        for window in (slice(0, self.curvature), slice(self.curvature, self.samples)):
+            targets = None if self.targets is None else self.targets[window]
+            pieces.append((part(self.inputs, window, self.samples), targets, window.stop - window.start))
+        return pieces
 
 
 def ordered_batch(inputs: Any, targets: Tensor | None, samples: int, order: Tensor, curvature: int) -> Batch:

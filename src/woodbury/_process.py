@@ -72,8 +72,6 @@ def leave_all() -> None:
 
 # the hooks that run when a module is called, or when gradients go back through it, by kind
 hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 _global_hooks_of = attrgetter(
     *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 )

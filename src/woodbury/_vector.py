@@ -28,11 +28,7 @@ class Space:
     def pack(self, parts: Mapping[str, Tensor]) -> Vector:
         """The vector of tensors by name, in any order; parts that are not there are zero."""
         if len(parts) < len(self.shapes):
-            like = next(iter(parts.values()))
-            parts = {
-                name: parts[name] if name in parts else like.new_zeros(shape)
-                for name, shape in self.shapes.items()
-            }
+            parts = {**self.zeros(next(iter(parts.values()))), **parts}
         parts = {name: parts[name] for name in self.shapes}
         return Vector(self, self._common_base(parts), parts)
 

@@ -93,12 +93,7 @@ class Minimum(NamedTuple):
 
 
 def minimize_quadratic(
-    product: Callable[[Tensor], Tensor],
-    linear: Tensor,
-    start: Tensor,
-    *,
-    progress: float,
-    max_iterations: int,
+    product: Callable[[Tensor], Tensor], linear: Tensor, start: Tensor, *, progress: float, max_iterations: int
 ) -> Minimum:
     """Lower phi(x) = x^T A x / 2 + linear . x by conjugate gradients, for a positive definite A.
 
@@ -251,14 +246,11 @@ def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
 
 class _ChangedPrecision:
     def __enter__(self) -> None:
-        before = _precision()
-        self._before = None if set(before) <= _FULL else before
-        if self._before is not None:
-            _set_precision(("ieee",) * len(before))
+        self._before = _precision()
+        _set_precision(("ieee",) * len(self._before))
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            _set_precision(self._before)
+        _set_precision(self._before)
 
 
 class _FullPrecision(ForAllThreads):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from woodbury._choice import check_number, check_whole_number
 from woodbury.least_squares import arguments
-from woodbury.least_squares.minimize import Ends, Problem, gradient, minimize
+from woodbury.least_squares.minimize import Fits, Problem, gradient, minimize
 from woodbury.least_squares.residuals import Loss, Residuals
 
 MESSAGES = {
@@ -124,7 +124,7 @@ def least_squares(
         return _result(problem, minimize(problem, x.double(), *residuals.begin(x)))
 
 
-def _result(problem: Problem, ends: Ends) -> LeastSquaresResult:
+def _result(problem: Problem, ends: Fits) -> LeastSquaresResult:
     """The ends in the shapes of the caller."""
     residuals, x = problem.residuals, ends.x
     target, J = problem.loss.gauss_newton(ends.f, residuals.jacobian(x, None))

@@ -52,20 +52,9 @@ class Problem(NamedTuple):
     callback: Callable[[Tensor], object] | None  # gets x (b, p) after every trial
 
 
-class Ends(NamedTuple):
-    """Where fits ended, in the order of the starts."""
-
-    x: Tensor  # (b, p)
-    f: Tensor  # (b, m)
-    cost: Tensor
-    nfev: Tensor
-    njev: Tensor
-    status: Tensor
-
-
 @dataclass
-class _Fits:
-    """Fits that are not finished: for each its point, the linear model there, and its trust region."""
+class Fits:
+    """Fits under way, or where they ended: for each its point, the linear model there, and its trust region."""
 
     row: Tensor  # its place in the batch
     x: Tensor  # (b, p)
@@ -87,23 +76,22 @@ class _Fits:
     V: Tensor
     c: Tensor
 
-    def take(self, mask: Tensor) -> _Fits:
-        return _Fits(*(getattr(self, field.name)[mask] for field in fields(self)))
+    def take(self, mask: Tensor) -> Fits:
+        return Fits(*(getattr(self, field.name)[mask] for field in fields(self)))
 
-    def put(self, mask: Tensor, part: _Fits) -> None:
+    def put(self, mask: Tensor, part: Fits) -> None:
         for field in fields(self):
             getattr(self, field.name)[mask] = getattr(part, field.name)
 
 
-def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
-    """All fits from x (b, p), with residuals and Jacobian there, to their ends."""
+def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Fits:
+    """The ends of all fits from x (b, p), with residuals and Jacobian there, in the order of the starts."""
     fits = _begin(problem, x, f, J)
-    ends = Ends(*(getattr(fits, name).clone() for name in Ends._fields))
+    ends = fits.take(fits.row)
     while True:
         finished = fits.status != RUNNING
         if finished.any():
-            for name, values in ends._asdict().items():
-                values[fits.row[finished]] = getattr(fits, name)[finished]
+            ends.put(fits.row[finished], fits.take(finished))
             if finished.all():
                 return ends
             fits = fits.take(~finished)
@@ -113,14 +101,14 @@ def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
             problem.callback(ends.x.clone())
 
 
-def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> _Fits:
+def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Fits:
     number, count = x.new_zeros(len(x)), x.new_zeros(len(x), dtype=torch.int64)
     scale = torch.zeros_like(x) if problem.scale is None else problem.scale
     cost = problem.loss.cost(f)
     size = x.shape[1] if f.shape[1] >= x.shape[1] else 0
     S = number.new_zeros(len(x), size, size)
     later = [number] * 4  # `_linearize` fills these, and three more
-    fits = _Fits(
+    fits = Fits(
         *(torch.arange(len(x), device=x.device), x, f, cost, count + 1, count + 1, count + RUNNING),
         *(number, number, number > 0, scale, *later, S, *later[:3]),
     )
@@ -134,7 +122,7 @@ def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> _Fits:
     return fits
 
 
-def _linearize(problem: Problem, fits: _Fits, J: Tensor) -> _Fits:
+def _linearize(problem: Problem, fits: Fits, J: Tensor) -> Fits:
     """The fits with the linear model of J at their points; ends those whose gradient is zero."""
     finite = torch.isfinite(J).flatten(1).all(1)
     if not finite.all():
@@ -157,7 +145,7 @@ def _linearize(problem: Problem, fits: _Fits, J: Tensor) -> _Fits:
     return replace(fits, status=status, **model, **factors._asdict())
 
 
-def _advance(problem: Problem, fits: _Fits) -> _Fits:
+def _advance(problem: Problem, fits: Fits) -> Fits:
     """The fits after one trial each: those that get better move, those that meet a tolerance end."""
     p, damping, length, predicted, slope, held = _propose(problem, fits)
     # until it moves, the radius is no more than the first step that was tried
@@ -207,7 +195,7 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
     return fits
 
 
-def _with_secant(fits: _Fits, p: Tensor, g: Tensor, ratio: Tensor, blind: Tensor) -> Tensor:
+def _with_secant(fits: Fits, p: Tensor, g: Tensor, ratio: Tensor, blind: Tensor) -> Tensor:
     """S after a trial with the gradient g at x + p, for the fits of a mask that J^T J does not describe.
 
     With r = g(x + p) - g(x) - J^T J p - S p the symmetric update of rank one
@@ -245,7 +233,7 @@ class _Proposal(NamedTuple):
     held: Tensor  # whether a bound is in the way
 
 
-def _propose(problem: Problem, fits: _Fits) -> _Proposal:
+def _propose(problem: Problem, fits: Fits) -> _Proposal:
     """The step of each fit. Parameters that it carries past a bound are put there, and the rest is solved again.
 
     With p = a + q, a the steps to the bounds and q the solution for residuals f + J a,

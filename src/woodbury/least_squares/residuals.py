@@ -79,7 +79,13 @@ class Residuals:
     def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """f and J at the start; raises an error that says where they cannot be used."""
         f, J = self(x, None), self.jacobian(x, None)
-        self._check_finite(f, J)
+        of_f, of_x = ~torch.isfinite(f), ~torch.isfinite(J).all(1)
+        first, second = (of_f, "residual", self.output_shape), (of_x, "the derivative in parameter", self.shape)
+        for wrong, name, shape in (first, second):
+            if wrong.any():
+                where = place(wrong, shape, self.batched)
+                advice = "start elsewhere, or find the operation in function that gives it"
+                raise ValueError(f"{name}{where} is not finite at the start; {advice}")
         of_f, of_x = f.abs().amax(-1, keepdim=True), J.abs().amax(1)
         for name, sizes, shape in (("residuals", of_f, torch.Size()), ("derivatives", of_x, self.shape)):
             wrong = (sizes > 0) & ~((sizes > _SMALLEST) & (sizes < _LARGEST))
@@ -90,18 +96,6 @@ class Residuals:
                     "take another unit for them"
                 )
         return f, J
-
-    def _check_finite(self, f: Tensor, J: Tensor) -> None:
-        """Raises an error that names the first residual that is not finite, or the parameter of a derivative."""
-        advice = "start elsewhere, or find the operation in function that gives it"
-        wrong = ~torch.isfinite(f)
-        if wrong.any():
-            where = place(wrong, self.output_shape, self.batched)
-            raise ValueError(f"residual{where} is not finite at the start; {advice}")
-        wrong = ~torch.isfinite(J).all(1)
-        if wrong.any():
-            where = place(wrong, self.shape, self.batched)
-            raise ValueError(f"the derivative in parameter{where} is not finite at the start; {advice}")
 
     def rounded(self, x: Tensor) -> Tensor:
         """Points that the function can be computed at."""

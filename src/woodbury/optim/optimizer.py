@@ -47,8 +47,8 @@ from woodbury.optim.step import Step
 from woodbury.optim.transaction import Transaction
 from woodbury.parallel.group import Group
 from woodbury.policies.damping import Constant, Damping, LevenbergMarquardt, as_damping
-from woodbury.quadratic.blocks import BLOCKS
 from woodbury.quadratic.passes import Batches
+from woodbury.quadratic.quadratic import BLOCKS
 
 
 class _Setting:

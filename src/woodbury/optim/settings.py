@@ -17,9 +17,8 @@ from woodbury.losses.rules import check_is_module
 from woodbury.model.fallback import Forward
 from woodbury.policies.damping import Damping, is_relative
 from woodbury.policies.search import CurvedSearch
-from woodbury.quadratic.blocks import Blocks
 from woodbury.quadratic.metric import Metric
-from woodbury.quadratic.quadratic import Solver
+from woodbury.quadratic.quadratic import Blocks, Solver
 
 
 class Common(TypedDict, total=False):

@@ -5,7 +5,6 @@ Every collective here is the identity for one process, so that what uses it has 
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from woodbury._vector import Vector
 
@@ -45,7 +44,9 @@ class Group:
         self.rank = 0 if alone else torch.distributed.get_rank(processes)
         self.bytes_given = 0  # that this process has put into collectives
 
-    def _run(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _run(self, given: int, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """A collective into which this process puts so many bytes."""
+        self.bytes_given += given
         try:
             return collective(*args, group=self._processes, **options)
         except (RuntimeError, ValueError) as error:  # a closed connection, or a timeout
@@ -59,8 +60,7 @@ class Group:
         if self.size == 1:
             return tensor
         total = tensor.detach().clone().contiguous()
-        self.bytes_given += total.nbytes
-        self._run(torch.distributed.all_reduce, total)
+        self._run(total.nbytes, torch.distributed.all_reduce, total)
         return total
 
     def sums(self, *numbers: float) -> list[float]:
@@ -81,8 +81,7 @@ class Group:
         padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
         padded[..., : tensor.shape[-1]] = tensor
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        self.bytes_given += padded.nbytes
-        self._run(torch.distributed.all_gather, everyone, padded)
+        self._run(padded.nbytes, torch.distributed.all_gather, everyone, padded)
         return [whole[..., :length] for whole, length in zip(everyone, lengths, strict=True)]
 
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
@@ -90,9 +89,7 @@ class Group:
         if self.size == 1:
             return [(number,) for number in numbers]
         mine = torch.tensor(numbers, device=self._device())
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self.bytes_given += mine.nbytes
-        self._run(torch.distributed.all_gather, everyone, mine)
+        everyone = self.gather(mine, [len(numbers)] * self.size)
         return [tuple(column) for column in torch.stack(everyone, 1).tolist()]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -100,8 +97,7 @@ class Group:
         if self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
-        self.bytes_given += len(pickle.dumps(value))
-        self._run(torch.distributed.all_gather_object, everyone, value)
+        self._run(len(pickle.dumps(value)), torch.distributed.all_gather_object, everyone, value)
         return everyone
 
     def object_of_first(self, value: Any) -> Any:
@@ -109,8 +105,8 @@ class Group:
         if self.size == 1:
             return value
         shared = [value if self.rank == 0 else None]
-        self.bytes_given += len(pickle.dumps(value)) if self.rank == 0 else 0
-        self._run(torch.distributed.broadcast_object_list, shared, src=self._first())
+        given = len(pickle.dumps(value)) if self.rank == 0 else 0
+        self._run(given, torch.distributed.broadcast_object_list, shared, src=self._first())
         return shared[0]
 
     @contextmanager
@@ -152,8 +148,7 @@ class Group:
         if self.size == 1:
             return tensor
         shared = tensor.detach().clone().contiguous()
-        self.bytes_given += shared.nbytes if self.rank == 0 else 0
-        self._run(torch.distributed.broadcast, shared, src=self._first())
+        self._run(shared.nbytes if self.rank == 0 else 0, torch.distributed.broadcast, shared, src=self._first())
         return shared
 
     def _first(self) -> int:
@@ -219,43 +214,3 @@ def raised_by_all(function: Callable[Given, Result]) -> Callable[Given, Result]:
             return function(*args, **options)
 
     return together
-
-
-class _Dismantler(pickle.Pickler):
-    """Pickles an object without its tensors, which are collected, and without modules, which are named."""
-
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
-        super().__init__(file)
-        self._names = names
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-            return "tensor", len(self.tensors) - 1
-        if isinstance(value, nn.Module) and id(value) in self._names:
-            return "module", self._names[id(value)]
-        return None
-
-
-class _Assembler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: Sequence[Tensor], model: nn.Module) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors, self._model = tensors, model
-
-    def persistent_load(self, key: Any) -> Any:
-        kind, value = key
-        return self._tensors[value] if kind == "tensor" else self._model.get_submodule(value)
-
-
-def dismantle(value: Any, model: nn.Module) -> tuple[bytes, list[Tensor]]:
-    """An object as a few bytes and its tensors."""
-    file = io.BytesIO()
-    pickler = _Dismantler(file, {id(module): name for name, module in model.named_modules()})
-    pickler.dump(value)
-    return file.getvalue(), pickler.tensors
-
-
-def assemble(data: bytes, tensors: Sequence[Tensor], model: nn.Module) -> Any:
-    """The object of `dismantle`."""
-    return _Assembler(data, tensors, model).load()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +18,15 @@ from woodbury import _random
 from woodbury._vector import Vector, weighted_sum
 from woodbury.device.scalars import Scalar, as_number
 from woodbury.linalg import minimize_nonnegative
-from woodbury.policies.ladder import Ladder, Rung, of_layers
-from woodbury.policies.path import Choice, Judge, Path, bent_path
+from woodbury.policies.ladder import Ladder, Rung
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
 from woodbury.policies.search import (
+    CORRECTIONS,
     DULL,
     HOPELESS,
     LEAST_GAIN,
     LENGTHS_OF_ONE_RUNG,
+    LONGEST,
     STAY,
     CurvedSearch,
     Length,
@@ -38,6 +40,7 @@ OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
 KEPT = 0.7  # of the decrease that the quadratic model promised: deeper from here on (half a step gives 3/4),
 LOST = 0.4  # back below this (a quarter of a step gives 7/16)
 DEEPEST = 5
+ENOUGH = 0.95  # of the promised decrease: no corrections
 RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
 
 
@@ -50,14 +53,6 @@ class Memory:
     dropped: int = 0  # rungs left out
     agreement: float = 1.0  # see `_agreement`
     depth: int = 0  # 1: with the deep rung; above: continued by 2^(depth - 2) iterations
-    is_new: bool = field(default=True, repr=False)  # before the first step
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any]) -> Memory:
-        return cls(**state, is_new=False) if state else cls()
-
-    def as_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("length", "dull", "dropped", "agreement", "depth")}
 
     def after(self, search: CurvedSearch, choice: Choice, loss: float, promised: float) -> Memory:
         """After a step along the combination, whose quadratic model promised some decrease."""
@@ -74,6 +69,73 @@ class Memory:
         return Memory(length or 1.0, 0 if gained else self.dull + 1, dropped, depth=depth)
 
 
+@dataclass
+class Judge:
+    """The samples on which the combination and the length are chosen: the held-out ones, or the batch."""
+
+    objective: Objective
+    loss: float  # f(theta) on them
+    slopes: Tensor  # (k,): g . p_j there, weight decay included, on the CPU
+    products: Tensor  # (k, k): p_i^T B p_j there
+
+    def predicted(self, coefficients: Tensor) -> float:
+        """m(0) - m(sum_j c_j p_j) of the quadratic model."""
+        return -float((self.slopes + 0.5 * (self.products @ coefficients)) @ coefficients)
+
+    def decrease(self, p: Vector) -> float:
+        """f(theta) - f(theta + p) of the true loss, weight decay included."""
+        return float(self.objective.decrease(Displacement.of(self.objective.passes.plan, p)))
+
+
+class Choice(NamedTuple):
+    """A step that a search may take."""
+
+    vector: Vector
+    length: Length
+    coefficients: Tensor  # c of the rungs
+
+
+@dataclass(frozen=True)
+class Path:
+    """theta + alpha p + alpha^2 b with b = -(B + lambda_b D)^{-1} J^T H y'' / 2, on the curvature samples."""
+
+    quadratic: AnyQuadratic
+    p: Vector
+    damped: Damped | None = None  # at lambda_b; None for a straight path
+    bend: Vector | None = None  # b
+
+    def at(self, length: float, bent: bool) -> Vector:
+        straight = self.p * length
+        return straight.plus(self.bend, length**2) if bent and self.bend is not None else straight
+
+    @cached_property
+    def image(self) -> Tensor:
+        """S^T J p."""
+        return self.quadratic.image(self.p)[: self.quadratic.curvature_rows]
+
+    def corrected(self, length: float, vector: Vector) -> Vector:
+        """d - (B + lambda_b D)^{-1} J^T H (y(theta + d) - y - alpha J p): closer to outputs y + alpha J p."""
+        assert self.damped is not None
+        missed = self.quadratic.change_of_outputs(vector) - length * self.image
+        return vector - self.damped.pull_back(missed)
+
+    def beyond(self, length: Length, judge: Judge, promised: float) -> tuple[Vector, Length]:
+        """The best of corrected points, at the length found and at twice that as long as they are better."""
+        best, vector, alpha = length, self.at(length.length, length.bent), length.length
+        while 0 < alpha <= LONGEST and best.decrease < ENOUGH * promised:
+            before, trial = best, self.at(alpha, bent=True)
+            for _ in range(CORRECTIONS):
+                trial = self.corrected(alpha, trial)
+                decrease = judge.decrease(trial)
+                if not decrease > best.decrease:
+                    break
+                best, vector = Length(alpha, True, decrease), trial
+            if best is before:
+                break
+            alpha *= 2
+        return vector, best
+
+
 @dataclass(eq=False)
 class SearchedStep(Policy):
     """The step that a search finds; it is judged on other samples where the problem holds some."""
@@ -82,7 +144,8 @@ class SearchedStep(Policy):
     limits: Limits
 
     def propose(self, quadratic: AnyQuadratic, objective: Objective, state: Mapping[str, Any]) -> Proposal:
-        search, memory = self.search, Memory.read(state.get("search", {}))
+        search, remembered = self.search, state.get("search", {})
+        memory = Memory(**remembered)
         ladder = Ladder(quadratic, float(quadratic.trace()))
         rungs = ladder.rungs(search, memory.dropped, memory.depth)
         if not rungs:
@@ -91,9 +154,7 @@ class SearchedStep(Policy):
             return _proposal(quadratic, objective, choice, math.nan, 0.0, memory)
         judge = self._judge_of(quadratic, objective, rungs)
         combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
-        layer = None
-        if memory.is_new and self._is_out_of_scale(quadratic):
-            layer = self._best_layer(quadratic, ladder.trace, judge)
+        layer = None if remembered else self._best_layer(quadratic, ladder.trace, judge)
         if layer is not None:
             choice, memory = Choice(*layer, combined), Memory()
         elif memory.dull >= DULL:
@@ -124,10 +185,12 @@ class SearchedStep(Policy):
         p = weighted_sum([rung.vector for rung in rungs], combined.tolist())
         if not bool(combined.any()):
             return Choice(p, STAY, combined)
-        if search.bend is None:
-            path = Path(quadratic, ladder.at(rungs[0].damping), p, None)
-        else:
-            path = bent_path(quadratic, ladder.at(search.bend * ladder.trace), p)
+        path = Path(quadratic, p)
+        if search.bend is not None:
+            damped = ladder.at(search.bend * ladder.trace)
+            bend = damped.pull_back(quadratic.second_derivative(p)) * -0.5
+            if math.isfinite(float(bend.dot(bend))):
+                path = Path(quadratic, p, damped, bend)
 
         def gain(length: float, bent: bool) -> float:
             return judge.decrease(path.at(length, bent))
@@ -147,8 +210,7 @@ class SearchedStep(Policy):
         images = torch.stack([rung.image for rung in rungs])
         slopes = torch.tensor(quadratic.slopes(vectors, images), dtype=torch.float64, device="cpu")
         factors = images[:, : quadratic.curvature_rows].double() / float(quadratic.divisor) ** 0.5
-        products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
-        return Judge(objective, float(objective.loss), slopes, products)
+        return _judge(objective, slopes, factors, quadratic, vectors)
 
     def _is_out_of_scale(self, quadratic: AnyQuadratic) -> bool:
         """Whether the residuals are far larger than what the parameters produce: |e| > 30 |S^T J theta|.
@@ -156,7 +218,7 @@ class SearchedStep(Policy):
         Then steps in all layers at once are limited by the product of their changes: one layer must find the
         scale.
         """
-        if self.search.first is None or quadratic.held_out is not None or quadratic.e is None:
+        if quadratic.held_out is not None or quadratic.e is None:
             return False
         theta = {name: own.detach() for name, own in quadratic.plan.parameters.items()}
         own = quadratic.image(quadratic.space.pack(theta))[: quadratic.curvature_rows]
@@ -168,11 +230,15 @@ class SearchedStep(Policy):
 
     def _best_layer(self, quadratic: AnyQuadratic, trace: float, judge: Judge) -> tuple[Vector, Length] | None:
         """The best step of one layer, -(B_ll + lambda D)^{-1} g_l, if it takes away at least half of the loss."""
-        if self.search.first is None or len(quadratic.plan.blocks) < 2:
+        first = self.search.first
+        if first is None or len(quadratic.plan.blocks) < 2 or not self._is_out_of_scale(quadratic):
             return None
-        layers = of_layers(quadratic, self.search.first * trace)
-        if not layers:
+        by_layer = quadratic.by_layer()
+        found = by_layer.at(first * trace).minimizer()
+        if not (found.usable and math.isfinite(float(found.squared_norm))):
             return None
+        p = found.displacement.dense()
+        layers = [p.restrict(names) for names in by_layer.blocks.parameter_names(quadratic.plan)]
         best, length, _ = _best_of(judge, layers, (1.0,))
         return (best, length) if length.decrease >= 0.5 * abs(judge.loss) else None
 
@@ -191,17 +257,19 @@ def _judge_elsewhere(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Seque
     if quadratic.decay is not None:
         decayed = [float(quadratic.decay.slope(own)) for own in vectors]
         slopes = slopes + torch.tensor(decayed, dtype=torch.float64, device="cpu")
-    products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
-    return Judge(held_out, float(held_out.loss), slopes, products)
+    return _judge(held_out, slopes, factors, quadratic, vectors)
 
 
-def _products_of_decay(quadratic: AnyQuadratic, vectors: Sequence[Vector]) -> Tensor | float:
-    """p_i^T W p_j, (k, k), on the CPU."""
-    if quadratic.decay is None:
-        return 0.0
-    own = torch.stack([vector.flat for vector in vectors]).double()
-    weighted = torch.stack([quadratic.decay.times(vector).flat for vector in vectors]).double()
-    return (own @ weighted.T).cpu()
+def _judge(
+    objective: Objective, slopes: Tensor, factors: Tensor, quadratic: AnyQuadratic, vectors: Sequence[Vector]
+) -> Judge:
+    """The judge of vectors p_j whose U p_j are the rows of `factors`."""
+    products = (factors @ factors.T).cpu()
+    if quadratic.decay is not None:  # p_i^T W p_j
+        own = torch.stack([vector.flat for vector in vectors]).double()
+        weighted = torch.stack([quadratic.decay.times(vector).flat for vector in vectors]).double()
+        products = products + (own @ weighted.T).cpu()
+    return Judge(objective, float(objective.loss), slopes, products)
 
 
 def _best_of(judge: Judge, vectors: Sequence[Vector], lengths: Sequence[float]) -> tuple[Vector, Length, int]:
@@ -231,7 +299,7 @@ def _proposal(
         length=length.length,
         share=float(choice.coefficients.sum()),
         bent=length.bent,
-        gains={"search": memory.as_state()},
+        gains={"search": asdict(memory)},
     )
 
 

@@ -55,20 +55,16 @@ class Ladder:
         wanted = search.rungs[: len(search.rungs) - dropped]
         solved = [self.rung(relative * self.trace) for relative in wanted]
         rungs = [rung for rung in solved if rung is not None]
-        if not depth or search.deep is None or not self._can_deepen():
+        quadratic = self.quadratic
+        if not depth or search.deep is None or quadratic.plan.dtype != torch.float64:
+            return rungs
+        if not quadratic.is_plain or quadratic.gradient is not None:  # then g is not U^T e
             return rungs
         deep = self.rung(search.deep * self.trace)
         rungs += [] if deep is None else [deep]
         if rungs and depth > 1:
             rungs.append(self._deepened(rungs[-1], 2 ** (depth - 2)))
         return rungs
-
-    def _can_deepen(self) -> bool:
-        """Whether all of g is U^T e, of one block and without weight decay, in float64."""
-        quadratic = self.quadratic
-        is_whole = quadratic.gradient is None and quadratic.all_rows.row_count == quadratic.curvature_rows
-        is_plain = quadratic.blocks.name == "full" and quadratic.decay is None
-        return is_whole and is_plain and quadratic.plan.dtype == torch.float64
 
     def _deepened(self, rung: Rung, iterations: int) -> Rung:
         """A rung of less damping than can be factored: conjugate gradients on B p = -g, from a rung's p on.
@@ -94,13 +90,3 @@ class Ladder:
             p, image, w = p.plus(q, step), image + step * q_image, w - step * q_image
         predicted = float(torch.dot(torch.add(quadratic.pull, image, alpha=-0.5), image)) / divisor
         return Rung(rung.damping, p, predicted, image)
-
-
-def of_layers(quadratic: AnyQuadratic, damping: float) -> list[Vector]:
-    """p of each layer alone; none where they cannot be had."""
-    by_layer = quadratic.by_layer()
-    found = by_layer.at(damping).minimizer()
-    if not (found.usable and math.isfinite(float(found.squared_norm))):
-        return []
-    p = found.displacement.dense()
-    return [p.restrict(names) for names in by_layer.blocks.parameter_names(quadratic.plan)]

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -37,14 +37,23 @@ from woodbury import _batch
 from woodbury._choice import check_number, check_whole_number
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
-from woodbury.posterior.classes import mean_softmax, share_by_left_out
 from woodbury.posterior.data import TrainingData
-from woodbury.posterior.evidence import both_by_evidence, noise_by_evidence, prior_by_evidence
 from woodbury.posterior.systems import System
 from woodbury.row_matrix import Rows, unit_columns
 
 EVIDENCE = "evidence"
+SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the covariance, for probabilities of classes
 _NUMBERS_AT_ONCE = 2**24  # entries of a matrix between new samples and the training data
+_MOST_LEVERAGE = 1 - 1e-6  # a sample that alone determines a direction would leave none of it
+_LOG_RANGE = 690.0  # exp of it is a float64 still
+_NO_PRIOR = (
+    "posterior: the evidence has no maximum over the prior: all parameters are zero, or the outputs do not depend "
+    "on them; pass prior= as a number"
+)
+_NO_NOISE = (
+    "posterior: the evidence has no maximum over the noise: the model fits the targets exactly; pass noise= as a "
+    "variance"
+)
 
 
 class Posterior:
@@ -117,21 +126,21 @@ class Posterior:
         changes l_j by about minus this number.
         """
         data, factor = self._data, self._data.factor_of(self.noise)
-        parts = []
-        for window in _windows(inputs, len(self._system.lower)):
-            own = data.gradient_rows(_at(inputs, window), None if targets is None else targets[window])
+        influences = []
+        for part, window in _parts(inputs, len(self._system.lower)):
+            own = data.gradient_rows(part, None if targets is None else targets[window])
             product = self._system.with_training(own) * (math.sqrt(factor) * data.e)
-            part = product.reshape(own.row_count, data.samples, -1).sum(2)
+            influence = product.reshape(own.row_count, data.samples, -1).sum(2)
             if data.rest is not None:
-                part = part + self._system.between(own, data.rest) * factor
-            parts.append(-part)
-        return torch.cat(parts)
+                influence = influence + self._system.between(own, data.rest) * factor
+            influences.append(-influence)
+        return torch.cat(influences)
 
     def _output_rows(self, inputs: Any) -> Iterator[tuple[Rows, int]]:
         """The rows of all outputs (S = I), for as many samples at a time as fit, and the number of outputs."""
         width = math.prod(self._data.output_shape)
-        for window in _windows(inputs, len(self._system.lower) * width):
-            yield self._data.rows_at(_at(inputs, window), lambda captured: (unit_columns(captured), 1.0)), width
+        for part, _ in _parts(inputs, len(self._system.lower) * width):
+            yield self._data.rows_at(part, lambda captured: (unit_columns(captured), 1.0)), width
 
     def __repr__(self) -> str:
         noise = "" if self.noise is None else f", noise={self.noise:.4g}"
@@ -220,15 +229,13 @@ def posterior(
     return Posterior(data, data.system(data.precisions(chosen), variance, matrix), chosen, variance)
 
 
-def _windows(inputs: Any, numbers_per_sample: int) -> Iterator[slice]:
-    """Samples in pieces for which the matrix with the training data fits."""
+def _parts(inputs: Any, numbers_per_sample: int) -> Iterator[tuple[Any, slice]]:
+    """Samples in parts for which the matrix with the training data fits, each with its place."""
     count = _batch.sample_count(inputs)
     length = max(1, min(count, _NUMBERS_AT_ONCE // max(1, numbers_per_sample)))
-    return (slice(start, min(start + length, count)) for start in range(0, count, length))
-
-
-def _at(inputs: Any, window: slice) -> Any:
-    return _batch.part(inputs, window, _batch.sample_count(inputs))
+    for start in range(0, count, length):
+        window = slice(start, start + length)
+        yield _batch.part(inputs, window, count), window
 
 
 def _check_argument(name: str, value: Any, what: str) -> None:
@@ -238,3 +245,86 @@ def _check_argument(name: str, value: Any, what: str) -> None:
     numbers = list(value.values()) if name == "prior" and isinstance(value, Mapping) else [value]
     for number in numbers:
         check_number(f"posterior: {name} must be {EVIDENCE!r} or {what}, which", number, above=0)
+
+
+def _root(function: Callable[[float], float], otherwise: str) -> float:
+    """x > 0 where a falling function of it changes its sign; raises where it has one sign only."""
+    low, high = -_LOG_RANGE, _LOG_RANGE
+    if not function(math.exp(low)) > 0 > function(math.exp(high)):
+        raise ValueError(otherwise)
+    while True:
+        middle = 0.5 * (low + high)
+        if not low < middle < high:
+            return math.exp(middle)
+        if function(math.exp(middle)) > 0:
+            low = middle
+        else:
+            high = middle
+
+
+def _determined(eigenvalues: Tensor, shift: float) -> float:
+    """gamma = sum mu / (mu + shift)."""
+    return float((eigenvalues / (eigenvalues + shift)).sum())
+
+
+def prior_by_evidence(eigenvalues: Tensor, square: float) -> float:
+    """delta with delta |theta|^2 = gamma(delta), for the eigenvalues of the likelihood's U U^T."""
+    return _root(lambda delta: _determined(eigenvalues, delta) - delta * square, _NO_PRIOR)
+
+
+def noise_by_evidence(eigenvalues: Tensor, count: float, error: float) -> float:
+    """s with s (n C - gamma(s)) = |y - t|^2, for the eigenvalues of U D U^T with noise 1/2."""
+    mu = eigenvalues / 2  # of J D J^T
+    return _root(lambda s: error - s * (count - _determined(mu, s)), _NO_NOISE)
+
+
+def both_by_evidence(eigenvalues: Tensor, count: float, error: float, square: float) -> tuple[float, float]:
+    """delta and s: with a = delta s the evidence is largest for s = (|y - t|^2 + a |theta|^2) / (n C), and for
+
+    gamma(a) = n C a |theta|^2 / (|y - t|^2 + a |theta|^2), of which one side falls and the other one rises.
+    """
+    if not error > 0:
+        raise ValueError(_NO_NOISE)
+    mu = eigenvalues / 2  # of J J^T
+    a = _root(lambda a: _determined(mu, a) - count * a * square / (error + a * square), _NO_PRIOR)
+    noise = (error + a * square) / count
+    return a / noise, noise
+
+
+def mean_softmax(mean: Tensor, covariance: Tensor) -> Tensor:
+    """The mean of softmax(y), (n, C), over y of N(mean, covariance), by pairs of classes."""
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    of_pairs = (variance.unsqueeze(1) + variance.unsqueeze(2) - 2 * covariance).clamp_min(0)
+    gaps = (mean.unsqueeze(1) - mean.unsqueeze(2)) / (1 + math.pi / 8 * of_pairs).sqrt()
+    return (-gaps.logsumexp(2)).softmax(1)
+
+
+def left_out(mean: Tensor, covariance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """m' and V' of the logits of each sample without it, to second order and without another fit.
+
+    With r_i and H_i the derivatives of the loss of sample i, N(m, V) of its logits becomes
+
+        V' = (V^-1 - H_i)^-1,    m' = m + V' r_i
+
+    Of a sample that counts several times (targets sum to this) one is left out.
+    """
+    mass = targets.sum(1, keepdim=True)
+    p = mean.softmax(1)
+    once = mass.clamp_max(1.0)
+    r = once * (p - targets / mass.clamp_min(torch.finfo(p.dtype).tiny))
+    H = once.unsqueeze(2) * (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1))
+    identity = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
+    wider = torch.linalg.solve(identity - _MOST_LEVERAGE * covariance @ H, covariance)
+    return mean + (wider @ r.unsqueeze(2)).squeeze(2), wider
+
+
+def share_by_left_out(mean: Tensor, covariance: Tensor, targets: Tensor) -> float:
+    """Of `SHARES` the one with the least cross entropy of samples that are left out.
+
+    Where classes are nearly separable the Gaussian is far too wide: the likelihood is flat towards larger logits
+    only, and P^-1 is as wide on the other side. With ten samples of one class, one logit and a prior of variance
+    100 the probability of the other class is 0.010, and 0.126 by the Gaussian.
+    """
+    mean, covariance = left_out(mean, covariance, targets)
+    losses = [-float((targets * mean_softmax(mean, share * covariance).log()).sum()) for share in SHARES]
+    return SHARES[losses.index(min(losses))]

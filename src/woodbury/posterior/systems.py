@@ -89,17 +89,15 @@ class InSampleSpace(_Factored):
         return gammas
 
     def draw(self, count: int, generator: torch.Generator | None) -> list[Vector]:
-        """theta' - theta for draws theta' from the posterior."""
-        return [self._draw(generator) for _ in range(count)]
-
-    def _draw(self, generator: torch.Generator | None) -> Vector:
-        """z - D U^T (I + M)^-1 (U z + e)."""
-        root = self.root
-        z = self._as_vector(self._normal(len(root), generator=generator) * root)
-        e = self._normal(len(self.lower), generator=generator)
-        weights = torch.cholesky_solve((self.rows.matvec(z).double() + e).unsqueeze(1), self.lower).squeeze(1)
-        pulled = self.rows.rmatvec(weights)
-        return z - pulled * root.square().to(pulled.flat.dtype)
+        """theta' - theta = z - D U^T (I + M)^-1 (U z + e) for draws theta' from the posterior."""
+        root, draws = self.root, []
+        for _ in range(count):
+            z = self._as_vector(self._normal(len(root), generator=generator) * root)
+            e = self._normal(len(self.lower), generator=generator)
+            weights = torch.cholesky_solve((self.rows.matvec(z).double() + e).unsqueeze(1), self.lower).squeeze(1)
+            pulled = self.rows.rmatvec(weights)
+            draws.append(z - pulled * root.square().to(pulled.flat.dtype))
+        return draws
 
 
 class InParameterSpace(_Factored):

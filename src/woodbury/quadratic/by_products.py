@@ -9,11 +9,9 @@ from woodbury.device.scalars import Scalar, scalar
 from woodbury.linalg import solve_conjugate_gradient
 from woodbury.model.plan import Plan
 from woodbury.products import FactorProducts
-from woodbury.quadratic.blocks import Blocks
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.doubts import doubt_of_iteration
-from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
-from woodbury.quadratic.sample_space import tolerance_in
+from woodbury.quadratic.quadratic import Blocks, Damped, Minimizer, Quadratic, Solver
+from woodbury.quadratic.sample_space import doubt_of_iteration, tolerance_in
 
 
 class ByProducts(Damped):

@@ -28,6 +28,8 @@ from woodbury.model.plan import Layer, Plan
 from woodbury.model.terms import Capture
 from woodbury.row_matrix import Rows
 
+Rates = Mapping[str, float | Tensor]  # by parameter name
+
 
 class _Factored(NamedTuple):
     """The part of p in one layer, which is a sum of its rows. The rows themselves are let go."""
@@ -91,13 +93,8 @@ class Displacement:
         """Inside, the model computes at theta + p; the parameters are bit-identical afterwards."""
         return moved_model(plan, self._changes(), self._forwards(None, 0))
 
-    def add_(
-        self,
-        rates: Mapping[str, float | Tensor],
-        accepted: Truth | Tensor,
-        versions: Mapping[str, int] | None = None,
-    ) -> None:
-        """theta <- theta + rate p where accepted, with rates by parameter name; does not wait for the device.
+    def add_(self, rates: Rates, accepted: Truth | Tensor, versions: Mapping[str, int] | None = None) -> None:
+        """theta <- theta + rate p where accepted; does not wait for the device.
 
         Call it under torch.no_grad(). Parameters whose version is not the one in `versions` any more have moved
         already: so the call can be repeated after an interrupt.
@@ -115,9 +112,7 @@ class Displacement:
         for part in self._only_factored():
             _add_factored(part, parameters, rates, holds)
 
-    def _add_formed(
-        self, parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float | Tensor], holds: Tensor | None
-    ) -> None:
+    def _add_formed(self, parameters: Mapping[str, nn.Parameter], rates: Rates, holds: Tensor | None) -> None:
         names = [name for name in self._formed if name in parameters]
         if not names:
             return
@@ -150,10 +145,7 @@ class Displacement:
 
 
 def _add_factored(
-    part: _Factored,
-    parameters: Mapping[str, nn.Parameter],
-    rates: Mapping[str, float | Tensor],
-    holds: Tensor | None,
+    part: _Factored, parameters: Mapping[str, nn.Parameter], rates: Rates, holds: Tensor | None
 ) -> None:
     """theta <- theta + rate Hbar^T V where `holds`, None for true."""
     layer, total = part
@@ -184,11 +176,7 @@ def _names(part: _Factored) -> set[str]:
 
 
 def _moved_linear(
-    part: _Factored,
-    capture: Capture | None,
-    piece: int,
-    plain: Callable[[Tensor], Tensor],
-    input: Tensor,
+    part: _Factored, capture: Capture | None, piece: int, plain: Callable[[Tensor], Tensor], input: Tensor
 ) -> Tensor:
     """A Linear layer at theta + p: z(v) + (v V^T + 1) Hbar, with z and v V^T from a pass where known."""
     layer, total = part

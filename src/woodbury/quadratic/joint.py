@@ -13,17 +13,18 @@ sum.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from woodbury._vector import Vector
-from woodbury.device.scalars import Scale
-from woodbury.layers.forms import RowForm, concatenate_forms
+from woodbury.layers.forms import Dtype, RowForm, Scales, concatenate_forms
 from woodbury.linalg import Solution, full_precision
-from woodbury.parallel.group import Group, assemble, dismantle
+from woodbury.parallel.group import Group
 from woodbury.row_matrix import Rows, SmallSolver
 
 
@@ -49,9 +50,44 @@ class Head(NamedTuple):
     tensors: list[Tensor]
 
 
+class _Dismantler(pickle.Pickler):
+    """Pickles an object without its tensors, which are collected, and without modules, which are named."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return "tensor", len(self.tensors) - 1
+        if isinstance(value, nn.Module) and id(value) in self._names:
+            return "module", self._names[id(value)]
+        return None
+
+
+class Assembler(pickle.Unpickler):
+    """Gives a form again, from its skeleton and its tensors, by `load`."""
+
+    def __init__(self, data: bytes, tensors: Sequence[Tensor], model: nn.Module) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors, self._model = tensors, model
+
+    def persistent_load(self, key: Any) -> Any:
+        kind, value = key
+        return self._tensors[value] if kind == "tensor" else self._model.get_submodule(value)
+
+
 def take_apart(model: nn.Module, forms: Mapping[str, RowForm]) -> dict[str, Head]:
-    """The factor rows of this process by layer."""
-    return {name: Head(form, *dismantle(form, model)) for name, form in forms.items()}
+    """The factor rows of this process by layer: their forms as a few bytes, and tensors."""
+    names, heads = {id(module): name for name, module in model.named_modules()}, {}
+    for name, form in forms.items():
+        file = io.BytesIO()
+        pickler = _Dismantler(file, names)
+        pickler.dump(form)
+        heads[name] = Head(form, file.getvalue(), pickler.tensors)
+    return heads
 
 
 class JointRows(Rows):
@@ -102,7 +138,7 @@ class JointRows(Rows):
 
     # -- the Gram matrix on the factor rows ----------------------------------------------------------------
 
-    def _columns(self, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> list[Tensor]:
+    def _columns(self, scales: Scales, dtype: Dtype) -> list[Tensor]:
         """K[:, own rows] of each layer, (m, own rows)."""
         columns = []
         used = dict.fromkeys(name for shard in self._shards for name in shard.skeletons)
@@ -146,24 +182,17 @@ class JointRows(Rows):
                 start = used[dtype]
                 used[dtype] = start + shape.numel()
                 parts.append(received[dtype][rank][start : used[dtype]].view(shape))
-            forms.append(assemble(entry[0], parts, self.plan.model))
+            forms.append(Assembler(entry[0], parts, self.plan.model).load())
         return forms
 
-    def gram(
-        self,
-        other: Rows | None = None,
-        scales: Mapping[str, Scale] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:
         """The first rows of K, those of the factor rows."""
         return self.joined(torch.stack(self._columns(scales, dtype)).sum(0))
 
-    def layer_grams(
-        self, scales: Mapping[str, Scale] | None = None, dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def layer_grams(self, scales: Scales = None, dtype: Dtype = None) -> list[Tensor]:
         return list(self.joined(torch.stack(self._columns(scales, dtype))))
 
-    def gram_head(self, row_count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def gram_head(self, row_count: int, dtype: Dtype = None) -> list[Tensor]:
         return self._columns(None, dtype)
 
     def forming_pays(self, head: int) -> bool:
@@ -178,9 +207,7 @@ class JointRows(Rows):
         local = self._local.rmatvec(self._local_part(coefficients))
         return self._group.sum_vector(local.of(local.flat.detach()))
 
-    def curvature(
-        self, row_count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def curvature(self, row_count: int, blocks: Sequence[Sequence[str]], dtype: Dtype = None) -> list[Tensor]:
         matrices = self._local.curvature(self.factor_rows[self._group.rank], blocks, dtype)
         return [self._group.sum(matrix) for matrix in matrices]
 

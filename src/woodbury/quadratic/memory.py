@@ -96,8 +96,8 @@ def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -
             _gram=None,
         )
     batches = (*kept.batches, new)
-    dropped, whole = sum(batch.rows for batch in batches[:-most]), gram
     if gram is not None:
-        gram = gram[dropped : before + count, dropped : before + count]
-    quadratic = quadratic if whole is None else replace(quadratic, _gram=whole)
+        quadratic = replace(quadratic, _gram=gram)
+        window = slice(sum(batch.rows for batch in batches[:-most]), before + count)
+        gram = gram[window, window]
     return quadratic, Kept(batches[-most:], gram, plan)

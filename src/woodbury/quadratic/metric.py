@@ -108,9 +108,8 @@ class _DampedInMetric(Damped):
         self._found = self._inside.minimizer()
         p = self._found.displacement.dense() * self._units.vector
         displacement = Displacement.of(self.quadratic.plan, p)
-        return replace(
-            self._found, displacement=displacement, squared_norm=scalar(p.dot(p))
-        )  # (Z s) (p / s) = Z p
+        # its image stays: (Z s) (p / s) = Z p
+        return replace(self._found, displacement=displacement, squared_norm=scalar(p.dot(p)))
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
         return self._inside.pull_back(weights, refine) * self._units.vector

@@ -12,11 +12,9 @@ from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar
 from woodbury.linalg import factor_cholesky, plus_diagonal, reciprocal_condition, solve_factored, sum_of_squares
 from woodbury.model.plan import Plan
-from woodbury.quadratic.blocks import Blocks
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.doubts import doubt_of_condition
-from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
-from woodbury.quadratic.sample_space import InSampleSpace, minimizer_of
+from woodbury.quadratic.quadratic import Blocks, Damped, Minimizer, Quadratic, Solver
+from woodbury.quadratic.sample_space import InSampleSpace, doubt_of_condition, minimizer_of
 
 
 def is_smaller(plan: Plan, blocks: Blocks, row_count: int) -> bool:
@@ -45,9 +43,7 @@ class InParameterSpace(Damped):
         else:
             curvature = sum_of_squares(image[: quadratic.curvature_rows]) / quadratic.divisor
         displacement = Displacement.of(quadratic.plan, p)
-        found = minimizer_of(quadratic, displacement, self.damping, curvature, self._ok)
-        found.image = image
-        return found
+        return minimizer_of(quadratic, displacement, self.damping, curvature, self._ok, image)
 
     def doubt(self, found: Minimizer, look: bool) -> str | None:
         if not look:
@@ -75,11 +71,7 @@ class InParameterSpace(Damped):
         return self._joined(parts, force), None
 
     def _refined(self, p: Tensor, force: Vector) -> tuple[Vector, Tensor]:
-        """p after one step of iterative refinement, and Z p.
-
-        With the residual from U^T (U p) rather than from the rounded B: this wins back the digits that B loses at
-        small damping (corrected semi-normal equations, Björck 1987).
-        """
+        """p after one step of iterative refinement with U^T (U p), as in sample space, and Z p."""
         rows, dtype = self.quadratic.all_rows, force.flat.dtype
         image = rows.matvec(force.of(p.to(dtype)))
         image[self.quadratic.curvature_rows :] = 0  # the rows of samples outside S2

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -26,17 +26,54 @@ from woodbury._random import Snapshot, replayed
 from woodbury._vector import Space, Vector
 from woodbury.curvature import Curvature
 from woodbury.device.constants import ones
-from woodbury.device.scalars import Scalar, Truth, compute, scalar
+from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar
 from woodbury.linalg import sum_of_squares
 from woodbury.losses.factors import Factor
 from woodbury.model.plan import Plan
 from woodbury.parallel.group import Group
 from woodbury.products import FactorProducts
-from woodbury.quadratic.blocks import BLOCKS, Blocks
 from woodbury.quadratic.decay import Decay
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.passes import Batches, Passes, Piece
 from woodbury.row_matrix import Rows
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which blocks of B are kept: all of it, or one block per layer (SMW-NG-BD).
+
+    The terms of layers form the small system: (r, r), or (b, r, r) for b blocks.
+    """
+
+    name: str
+
+    @property
+    def is_whole(self) -> bool:
+        return self.name == "full"
+
+    def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
+        """The names of the parameters of each block."""
+        return [tuple(plan.parameters)] if self.is_whole else plan.blocks
+
+    def sizes(self, plan: Plan) -> list[int]:
+        """The number of parameters in each block."""
+        return [plan.size] if self.is_whole else plan.block_sizes
+
+    def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
+        """Z D Z^T of each block."""
+        if self.is_whole:
+            return rows.gram(scales=scales, dtype=dtype)
+        return torch.stack(rows.layer_grams(scales=scales, dtype=dtype))
+
+    def join(self, terms: list[Tensor]) -> Tensor:
+        """The sum of the terms of each block, from one term per layer."""
+        if self.is_whole and len(terms) < 4:
+            return reduce(torch.add, terms)
+        stacked = torch.stack(terms)
+        return stacked.sum(0) if self.is_whole else stacked
+
+
+BLOCKS = {name: Blocks(name) for name in ("full", "layer")}
 
 
 @dataclass(frozen=True)
@@ -161,6 +198,11 @@ class Quadratic(Problem):
     def is_chain(self) -> bool:
         """Whether the pass was one along a plain chain of Linear layers."""
         return self.pieces[0].capture.chain is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether Z has the factor rows alone, as one block, and there is no weight decay."""
+        return self.all_rows.row_count == self.curvature_rows and self.blocks.is_whole and self.decay is None
 
     @property
     def all_rows(self) -> Rows:

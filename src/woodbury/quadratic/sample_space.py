@@ -14,7 +14,6 @@ float32 accurate at small damping. Momentum, weight decay and a gradient given f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,21 +34,22 @@ from woodbury.linalg import (
     sum_of_squares,
 )
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.doubts import doubt_of_cancellation, doubt_of_condition, doubt_of_iteration
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 
 
 class _InSampleSpace(Damped):
     """What the two ways to solve the small system share."""
 
-    def coefficients(self, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution]) -> SampleSpaceStep:
-        """c of p = p0 + Z^T c."""
-        quadratic, projected = self.quadratic, None
+    def solved(
+        self, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution], form: bool
+    ) -> tuple[Displacement, SampleSpaceStep]:
+        """p0 + D Z^T c with D = lambda / (lambda + W), formed unless both p0 and W are zero; and c."""
+        quadratic, rows, projected = self.quadratic, self.quadratic.all_rows, None
         if self.base is not None:
-            projected = quadratic.blocks.join(quadratic.all_rows.layer_matvec(self.base))
+            projected = quadratic.blocks.join(rows.layer_matvec(self.base))
             if projected.shape[-1] > quadratic.curvature_rows:
                 projected = projected[..., : quadratic.curvature_rows]
-        return solve_in_sample_space(
+        step = solve_in_sample_space(
             gram,
             quadratic.curvature_rows,
             divisor=quadratic.divisor,
@@ -57,18 +57,14 @@ class _InSampleSpace(Damped):
             e=quadratic.e,
             projected_base=projected,
             damping=self.damping,
-            solve=quadratic.all_rows.shared_out(solve),
+            solve=rows.shared_out(solve),
         )
-
-    def displacement(self, step: SampleSpaceStep, form: bool) -> Displacement:
-        """p0 + D Z^T c with D = lambda / (lambda + W); formed, unless both p0 and W are zero."""
-        quadratic, rows = self.quadratic, self.quadratic.all_rows
         if self.base is None and not rows.joint:
-            return Displacement(quadratic.plan, rows, step.coefficients, form)
+            return Displacement(quadratic.plan, rows, step.coefficients, form), step
         product = rows.rmatvec(step.coefficients)
         if quadratic.decay is not None:
             product = quadratic.decay.scaled(product, self.damping)
-        return Displacement.of(quadratic.plan, product if self.base is None else self.base + product)
+        return Displacement.of(quadratic.plan, product if self.base is None else self.base + product), step
 
 
 class InSampleSpace(_InSampleSpace):
@@ -77,24 +73,16 @@ class InSampleSpace(_InSampleSpace):
     _lower: Tensor | None = None  # L, (m, m), or (b, m, m) for b blocks
     _ok: Truth = True
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether all of p is Z^T c with one c for all blocks: then it can be refined."""
-        quadratic = self.quadratic
-        only_factor_rows = quadratic.all_rows.row_count == quadratic.curvature_rows
-        return only_factor_rows and quadratic.blocks.is_whole and quadratic.decay is None
-
     def minimizer(self) -> Minimizer:
         """m(0) - m(p) = lambda |p|^2 + |U p|^2 / 2 for p0 = 0."""
-        if self.refine and self.base is None and self._is_plain:
+        if self.refine and self.base is None and self.quadratic.is_plain:
             return self._refined_minimizer()
         quadratic, rows = self.quadratic, self.quadratic.all_rows
         # p itself where all that is cheaper with it: then K is needed on the factor rows alone
         plain_chain = self.base is None and quadratic.is_chain
         form = rows.joint or (plain_chain and rows.forming_pays(quadratic.curvature_rows))
         gram = quadratic.gram(self.damping, form)
-        step = self.coefficients(gram, self._factor_and_solve)
-        displacement = self.displacement(step, form)
+        displacement, step = self.solved(gram, self._factor_and_solve, form)
         if self.base is not None:
             return minimizer_of(quadratic, displacement, self.damping, step.curvature, step.ok)
         squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
@@ -118,7 +106,7 @@ class InSampleSpace(_InSampleSpace):
             (shift,) = compute(self.damping * quadratic.divisor)
             self._factor(plus_diagonal(quadratic.factor_gram(self.damping), shift))
         c = self._solve(weights)
-        if refine and self._is_plain:
+        if refine and quadratic.is_plain:  # all of p is Z^T c
             c = self._refined(c, weights)
         p = quadratic.combine_factor_rows(c)
         return p if quadratic.decay is None else quadratic.decay.scaled(p, self.damping)
@@ -154,9 +142,8 @@ class InSampleSpace(_InSampleSpace):
         p = self.pull_back(quadratic.pull)
         image = quadratic.image(p)
         curvature = sum_of_squares(image) / quadratic.divisor
-        found = minimizer_of(quadratic, Displacement.of(quadratic.plan, p), self.damping, curvature, self._ok)
-        found.image = image
-        return found
+        displacement = Displacement.of(quadratic.plan, p)
+        return minimizer_of(quadratic, displacement, self.damping, curvature, self._ok, image)
 
 
 class ByIteration(_InSampleSpace):
@@ -164,8 +151,8 @@ class ByIteration(_InSampleSpace):
 
     def minimizer(self) -> Minimizer:
         quadratic, rows = self.quadratic, self.quadratic.all_rows
-        step = self.coefficients(quadratic.gram(self.damping, rows.joint), self._solve)
-        displacement = self.displacement(step, rows.joint)
+        gram = quadratic.gram(self.damping, rows.joint)
+        displacement, step = self.solved(gram, self._solve, rows.joint)
         p = displacement.dense()
         images = quadratic.blocks.join(rows.layer_matvec(p))
         return Minimizer(displacement, quadratic.predicted(p, images), scalar(p.dot(p)), step.ok)
@@ -188,9 +175,14 @@ def tolerance_in(dtype: torch.dtype, tolerance: float | None) -> float:
 
 
 def minimizer_of(
-    quadratic: Quadratic, displacement: Displacement, damping: Scalar, curvature: Scalar, usable: Any
+    quadratic: Quadratic,
+    displacement: Displacement,
+    damping: Scalar,
+    curvature: Scalar,
+    usable: Truth,
+    image: Tensor | None = None,
 ) -> Minimizer:
-    """A p that is formed and solves its system, with curvature = p^T B p.
+    """A p that is formed and solves its system, with curvature = p^T B p; image: Z p.
 
     m(0) - m(p) = lambda p . (p - q) + p^T (B + W) p / 2
     """
@@ -200,7 +192,51 @@ def minimizer_of(
         pull = pull - scalar(p.dot(quadratic.center))
     if quadratic.decay is not None:
         curvature = curvature + quadratic.decay.curvature(p)
-    return Minimizer(displacement, damping * pull + 0.5 * curvature, squared, usable)
+    return Minimizer(displacement, damping * pull + 0.5 * curvature, squared, usable, image=image)
+
+
+def doubt_of_condition(reciprocal_condition: float, dtype: torch.dtype) -> str | None:
+    """Why the solution of a system with this lmin / lmax, or less, cannot be trusted in this type, if so.
+
+    The error of p was measured at 0.5 eps lmax / lmin where rows repeat each other: this bound is 3 %.
+    """
+    if not reciprocal_condition < 16 * torch.finfo(dtype).eps:
+        return None  # or not a number: there is no solution to trust
+    instead = "" if dtype == torch.float64 else "gram_dtype=torch.float64 or "
+    return (
+        f"the system of the step is nearly singular in {dtype} (lmin / lmax <= {reciprocal_condition:.1g}): p may "
+        f"be off by some percent or more. {instead}a larger damping avoids this"
+    )
+
+
+def doubt_of_cancellation(damped: Damped, found: Minimizer, tolerance: float = 0.0) -> str | None:
+    """Why p = p0 + Z^T c cannot be trusted where g is not made of rows: too little is left of the two.
+
+    The error of p was measured at about 64 eps |p0| / |p|, and at 20 tolerance |p0| / |p| where the system is
+    solved to a tolerance: this bound is 1 %.
+    """
+    base = damped.base
+    if base is None or damped.quadratic.gradient is None or not is_known(found.squared_norm):
+        return None
+    dtype = base.flat.dtype
+    least = max(6400 * torch.finfo(dtype).eps, 2000 * tolerance)
+    if not found.squared_norm < least**2 * float(scalar(base.dot(base))):
+        return None  # or not a number: there is no p to trust
+    return (
+        "the gradient nearly lies in the rows of the batch, and at this damping p is a difference of numbers that "
+        f"are equal in nearly all digits of {dtype}: it may be off by more than 1 %. A model in float64 or a "
+        "larger damping avoids this"
+    )
+
+
+def doubt_of_iteration(damped: Damped, found: Minimizer, tolerance: float) -> str | None:
+    """Why p by conjugate gradients cannot be trusted, if so."""
+    if found.usable is not False:
+        return doubt_of_cancellation(damped, found, tolerance)
+    return (
+        f"conjugate gradients did not reach a relative residual of {tolerance:.2g}: the step is rejected. A "
+        "larger solver_tolerance, a larger damping or solver='cholesky' avoids this"
+    )
 
 
 class ConjugateGradient(Solver):
