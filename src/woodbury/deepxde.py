@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -42,13 +43,18 @@ TURNS, PARTS = 12, 5  # parts of the time: Gauss-Newton steps have one in a turn
 # Of the loss, or less: in the second half of a turn of Gauss-Newton steps it makes that the last turn. A turn of
 # the other optimizer that takes off less has gained nothing.
 ENOUGH = 0.9
-JUDGED = 16  # steps at least before they are: on a slow machine the first few take most of a turn
+# They are judged after as many steps, or half of them at the end of LATEST turns: balanced weights are large at
+# first, and a network may need some twenty steps to move at all.
+JUDGED, LATEST = 32, 3
 # Early times count more, so that residuals are late, unless a path has left the solution early for one where
 # nothing happens. In this part of its budget a fit begins anew, twice at most, where the loss has not fallen to
-# SLOW in JUDGED steps, and half of the squares is before EARLY times the share of the budget that is used up, but
+# SLOW in STAYED steps, and half of the squares is before EARLY times the share of the budget that is used up, but
 # not in a layer at the start. Where their mean is below SOLVED of the loss of a new network, it is the solution.
-STUCK_AT, SLOW, LAYER, EARLY, SOLVED, STARTS = (0.2, 0.35), 0.4, 0.05, 1.25, 1e-5, 2
-LOOKS = 50  # times that DeepXDE's own losses are computed on the way
+STUCK_AT, SLOW, STAYED, LAYER, EARLY, SOLVED, STARTS = (0.2, 0.35), 0.4, 16, 0.05, 1.25, 1e-5, 2
+# DeepXDE's own losses are computed so many times on the way, or as often as that takes DEAREST of the time.
+LOOKS, DEAREST = 50, 0.05
+# What the optimizer warns of, with ways out that are not those of a `dde.Model`.
+UNHEARD = "fit: columns? .* far from|GaussNewton: the loss runs away"
 
 
 def fit(
@@ -110,7 +116,9 @@ def fit(
                 turn, before = 4 * turn or PARTS * run.length, result.history
                 left = None if seconds is None else max(0.0, run.deadline - run.begun)
                 run.limits = Limits(None if steps is None else steps - len(before), left)
-                result = _solving(run, problem, points, weights).go(None)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", UNHEARD)
+                    result = _solving(run, problem, points, weights).go(None)
                 for record in result.history:  # as steps of the whole fit
                     record["step"] += len(before)
                     record["seconds"] += run.begun - run.started
@@ -278,13 +286,15 @@ class _Run:
 
     def look(self) -> None:
         """Compute DeepXDE's losses, show them, and keep the parameters if they are the best."""
+        started = time.perf_counter()
         with self.as_given():
             self.model._test(verbose=self.verbose)
         loss = float(np.sum(self.model.train_state.loss_train))
         if loss < self.best_loss:
             self.best_loss, self.best = loss, [own.data.clone() for own in self.tensors]
             self.best_step = self.steps
-        self.next_look = time.perf_counter() + self.pause
+        now = time.perf_counter()
+        self.next_look = now + max(self.pause, (now - started) / DEAREST)
 
     def begin(self) -> None:
         """As `model.train` begins."""
@@ -311,12 +321,13 @@ class _Run:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
         self.steps += 1
         self.count_step()
-        if self.is_over or len(fit.history) < JUDGED:
+        course, now = [record["loss"] for record in fit.history], time.perf_counter()
+        if self.is_over or 2 * len(course) < JUDGED:
             return self.is_over
-        course = [record["loss"] for record in fit.history]
-        if self.starts > 0 and len(course) >= 2 * JUDGED:
+        if self.starts > 0 and len(course) >= 2 * STAYED:
             self.is_stuck = self._is_stuck(course, fit)
-        if self.is_stuck or time.perf_counter() < self.turn_end:
+        is_early = len(course) < JUDGED and now < self.turn_end + (LATEST - 1) * self.length
+        if self.is_stuck or now < self.turn_end or is_early:
             return self.is_stuck
         self.turn_end, quarter = math.inf, len(course) // 4
         self.look()
@@ -324,9 +335,9 @@ class _Run:
 
     def _is_stuck(self, course: Sequence[float], fit: Fit) -> bool:
         share = self.limits.share(len(course), fit.seconds, 0.0)
-        stays = median(course[-JUDGED:]) > SLOW * median(course[-2 * JUDGED : -JUDGED])
-        is_early = LAYER < median(self.middles[-JUDGED:]) < EARLY * share
-        found = median(record["terms"]["equation"] for record in fit.history[-JUDGED:])
+        stays = median(course[-STAYED:]) > SLOW * median(course[-2 * STAYED : -STAYED])
+        is_early = LAYER < median(self.middles[-STAYED:]) < EARLY * share
+        found = median(record["terms"]["equation"] for record in fit.history[-STAYED:])
         return STUCK_AT[0] <= share <= STUCK_AT[1] and stays and is_early and found > SOLVED * self.scale
 
     def give_back(self, values: Sequence[Tensor]) -> None:
