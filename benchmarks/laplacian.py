@@ -1,17 +1,25 @@
-"""`woodbury.laplacian` beside nested forward mode: a pass, a pass with its gradient, a step of Gauss-Newton."""
+"""`woodbury.laplacian` beside nested forward mode: a pass, a pass with its gradient, a step of Gauss-Newton.
+
+And the rows of residuals that `torch.autograd.grad` differentiates, as most programs on the web do: by expanded
+weights, as they are, beside chunks of the graph, as they were.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Command, Step, add_quick, chain, medians_within, table
 from woodbury.laplacian import Laplacian, laplacian
+from woodbury.model.fallback import WrittenRows
 from woodbury.optim import GaussNewton
+from woodbury.row_matrix import rows
 
 PROBLEMS = {(2, 32, 32, 1): 1020, (5, 64, 64, 48, 48, 1): 875}  # widths and number of points
 Derive = Callable[[nn.Module, Tensor], Laplacian]
@@ -47,7 +55,32 @@ def bench_laplacian(quick: bool = False) -> dict[str, dict[str, float]]:
             steps = {method: make(model, derive, points) for method, derive in METHODS.items()}
             problem = f"{'-'.join(map(str, widths))}, {count} points: {task}"
             result[problem] = medians_within(steps, 0.0 if quick else 10.0)
+        ways = {
+            "expanded weights": partial(_rows, model, points),
+            "chunks": partial(_rows_in_chunks, model, points),
+        }
+        result[f"{problem.split(':')[0]}: rows by autograd"] = medians_within(ways, 0.0 if quick else 10.0)
     return result
+
+
+def _by_autograd(model: nn.Module, points: Tensor) -> Tensor:
+    """The residuals of the same equation by torch.autograd.grad."""
+    points = points.requires_grad_()
+    value = model(points)
+    (slopes,) = torch.autograd.grad(value.sum(), points, create_graph=True)
+    bends = (torch.autograd.grad(own.sum(), points, create_graph=True)[0] for own in slopes.unbind(1))
+    bend = sum(own[:, axis] for axis, own in enumerate(bends))
+    return (bend + value[:, 0] * slopes[:, 0] + 1.0).unsqueeze(1)
+
+
+def _rows(model: nn.Module, points: Tensor) -> Any:
+    return rows(model, nn.MSELoss(), points, forward=_by_autograd, fallback="autograd")
+
+
+def _rows_in_chunks(model: nn.Module, points: Tensor) -> Any:
+    with patch.object(WrittenRows, "by_expansion", side_effect=NotImplementedError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step takes the time of many passes
+        return _rows(model, points)
 
 
 def _residuals(derive: Derive, model: nn.Module, points: Tensor) -> Tensor:
@@ -93,11 +126,12 @@ TASKS: dict[str, Callable[[nn.Module, Derive, Tensor], Step]] = {
 
 
 def _table(result: dict[str, dict[str, float]]) -> str:
-    rows = []
+    lines = []
     for what, seconds in result.items():
-        ours, nested = (1e3 * seconds[method] for method in METHODS)
-        rows.append({"": what, **dict(zip(METHODS, (ours, nested), strict=True)), "ratio": nested / ours})
-    return table("CPU milliseconds", rows)
+        ours, other = seconds.values()
+        times = {method: 1e3 * own for method, own in seconds.items()}
+        lines.append({"": what, **times, "ratio": other / ours})
+    return table("CPU milliseconds", lines)
 
 
 COMMAND = Command(
