@@ -117,14 +117,14 @@ def ssbroyden(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
-METHODS: dict[str, Callable[[Problem, float, Callable[[float], None]], dict[str, float]]] = {
-    "fit": by_fit,
+Method = Callable[[Problem, float, Callable[[float], None]], dict[str, float]]
+RIVALS: dict[str, Method] = {
     "adam + l-bfgs": Descent(adam, lbfgs),
     "soap": Descent(soap, None),
     "adam + ssbroyden": Descent(adam, ssbroyden),
 }
-WEIGHTS = (1.0, 10.0, 100.0)
-METHODS |= {f"weight {weight:g}": partial(by_fit, weight=weight) for weight in WEIGHTS}
+WEIGHTED: dict[str, Method] = {f"weight {w:g}": partial(by_fit, weight=w) for w in (1.0, 10.0, 100.0)}
+METHODS: dict[str, Method] = {"fit": by_fit, **WEIGHTED, **RIVALS}
 PACKAGES = {"soap": "pytorch_optimizer", "adam + ssbroyden": "scimba_torch"}
 
 
@@ -146,9 +146,8 @@ def solve(name: str, method: str, device: str, seconds: float, seed: int) -> dic
 def _methods(options: argparse.Namespace) -> list[str]:
     """Those asked for whose packages are installed."""
     missing = {method for method, package in PACKAGES.items() if importlib.util.find_spec(package) is None}
-    fixed = {f"weight {weight:g}" for weight in WEIGHTS}
-    asked = {"fit"} | (fixed if options.weights else set()) | (set(METHODS) - fixed if options.rivals else set())
-    return [method for method in METHODS if method in asked - missing]
+    asked = ["fit", *(WEIGHTED if options.weights else ()), *(RIVALS if options.rivals else ())]
+    return [method for method in asked if method not in missing]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

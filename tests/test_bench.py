@@ -89,13 +89,13 @@ def test_laplacian_times_two_ways_to_the_same_numbers(printed, monkeypatch):
     monkeypatch.setattr(laplacian, "PROBLEMS", {(2, 4, 1): 8})
     result = printed("laplacian", "--quick")
     assert list(result) == [f"2-4-1, 8 points: {task}" for task in (*laplacian.TASKS, "rows by autograd")]
-    ways = [laplacian.METHODS] * len(laplacian.TASKS) + [("expanded weights", "chunks")]
+    ways = [laplacian.METHODS] * len(laplacian.TASKS) + [laplacian.WAYS]
     assert all(
         set(row) == set(own) and min(row.values()) > 0 for row, own in zip(result.values(), ways, strict=True)
     )
     model, points = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.rand(5, 3).double()
     first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    both = [form(first, points.clone()).dense() for form in (laplacian._rows, laplacian._rows_in_chunks)]
+    both = [form(first, points).dense() for form in laplacian.WAYS.values()]
     torch.testing.assert_close(*both, rtol=0, atol=100 * 100 * EPS)
     for ours, theirs in zip(*(derive(model, points) for derive in laplacian.METHODS.values()), strict=True):
         # weights below 1, a few terms: numbers below 100

@@ -321,24 +321,27 @@ class _Run:
         """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
         self.steps += 1
         self.count_step()
-        course, now = [record["loss"] for record in fit.history], time.perf_counter()
-        if self.is_over or 2 * len(course) < JUDGED:
+        steps, now = len(fit.history), time.perf_counter()
+        if self.is_over or 2 * steps < JUDGED:
             return self.is_over
-        if self.starts > 0 and len(course) >= 2 * STAYED:
-            self.is_stuck = self._is_stuck(course, fit)
-        is_early = len(course) < JUDGED and now < self.turn_end + (LATEST - 1) * self.length
+        if self.starts > 0 and steps >= 2 * STAYED:
+            self.is_stuck = self._is_stuck(fit)
+        is_early = steps < JUDGED and now < self.turn_end + (LATEST - 1) * self.length
         if self.is_stuck or now < self.turn_end or is_early:
             return self.is_stuck
-        self.turn_end, quarter = math.inf, len(course) // 4
+        self.turn_end, quarter, course = math.inf, steps // 4, [record["loss"] for record in fit.history]
         self.look()
         return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter])
 
-    def _is_stuck(self, course: Sequence[float], fit: Fit) -> bool:
-        share = self.limits.share(len(course), fit.seconds, 0.0)
-        stays = median(course[-STAYED:]) > SLOW * median(course[-2 * STAYED : -STAYED])
+    def _is_stuck(self, fit: Fit) -> bool:
+        share = self.limits.share(len(fit.history), fit.seconds, 0.0)
+        if not STUCK_AT[0] <= share <= STUCK_AT[1]:
+            return False
+        losses = [record["loss"] for record in fit.history[-2 * STAYED :]]
+        stays = median(losses[STAYED:]) > SLOW * median(losses[:STAYED])
         is_early = LAYER < median(self.middles[-STAYED:]) < EARLY * share
         found = median(record["terms"]["equation"] for record in fit.history[-STAYED:])
-        return STUCK_AT[0] <= share <= STUCK_AT[1] and stays and is_early and found > SOLVED * self.scale
+        return stays and is_early and found > SOLVED * self.scale
 
     def give_back(self, values: Sequence[Tensor]) -> None:
         """Leave these values, in their own type and where they were."""
