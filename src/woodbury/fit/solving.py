@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -24,11 +25,10 @@ from woodbury.fit.sources import Drawn
 from woodbury.optim import GaussNewton, StepInfo
 
 FEW_STEPS = 8  # on few samples, at the very start
-# after so many searched steps: if the last four were shorter than this, plain ones
-LOOKS = {FEW_STEPS: 1 / 64, **dict.fromkeys(range(12, 50, 4), 1 / 16)}
-LOOKS_ON_DEVICE = dict.fromkeys(
-    range(48, 100, 16), 1 / 16
-)  # where a searched step takes the time of few plain ones
+# After so many searched steps, if the median length of the last four is no more than this, plain ones; later on a
+# device, where a searched step takes the time of few plain ones.
+LOOKS = {FEW_STEPS: 1 / 128, 12: 1 / 32, **dict.fromkeys(range(16, 50, 4), 1 / 16)}
+LOOKS_ON_DEVICE = dict.fromkeys(range(48, 100, 16), 3 / 128)
 FAR = 1e-4  # follow, unless the loss is below this share of the first,
 WINDOW = 96  # twice as many at least, and on as long as this many
 WORTH = 0.5  # take so much off the logarithm of the loss
@@ -140,8 +140,8 @@ class SolvingRun(Run):
         """Whether the next step is a plain one."""
         fit, begun = self.fit, self.fit.steps - self.since
         if self.phase == "look" and fit.steps in self.looks:
-            creeps = all(float(record["length"]) < self.looks[fit.steps] for record in fit.history[-4:])
-            if creeps and fit.history[-1]["loss"] > FAR * fit.history[0]["loss"]:
+            length = median(float(record["length"]) for record in fit.history[-4:])
+            if length <= self.looks[fit.steps] and fit.history[-1]["loss"] > FAR * fit.history[0]["loss"]:
                 self.begin_plain()
         if self.phase == "look" and fit.steps == FEW_STEPS:
             self.count = max(self.count, self.searched)

@@ -9,11 +9,16 @@ The model runs once, on the batch as it is: derivatives that it takes itself (to
 numbers and its branches are those of any other pass. What is computed from copies alone is again a copy for each
 sample. Where copies meet samples, a linear map is taken with the one weight that they all are, and only its
 derivative is taken sample by sample; other functions are mapped over the samples by torch.func.vmap.
+
+A model that takes derivatives uses each weight many times. Its rows add up the outer products h x^T of all uses u,
+in one product of what the uses leave in `Uses`:
+
+    d (sum_j c_j . y_j) / d W_i = sum_u h_ui x_ui^T
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +32,28 @@ _MATRIX_PRODUCTS = frozenset((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, 
 _SPREADING = frozenset((Tensor.expand, Tensor.repeat, Tensor.broadcast_to, torch.broadcast_to))
 
 
+# Whether this backward pass goes on to a node: derivatives in x, that a model takes itself, need none in W.
+_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+class Uses:
+    """Of a weight in linear maps: h (n, s, o) and x (n, s, i) of each, from a backward pass that keeps them."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor, Tensor]] | None = None
+
+    def total(self) -> Tensor | None:
+        """The sum of h x^T, (n, o, i)."""
+        if not self.kept:
+            return None
+        h, x = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in zip(*self.kept, strict=True))
+        return h.mT @ x
+
+
 class Copies(Tensor):
     """A value (n, *shape) with a copy for each sample, which looks to a model as if it had this shape."""
+
+    uses: Uses | None = None  # of a parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,10 +64,27 @@ class Copies(Tensor):
             return _map_over_samples(func, args, kwargs or {}) if mapped is None else mapped
 
 
-def expand(parameters: Mapping[str, Tensor], samples: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def expand(parameters: Mapping[str, Tensor], samples: int) -> tuple[list[Tensor], dict[str, Copies]]:
     """Leaves (n, *shape) of the graph that gradients of each sample arrive at, and what a model takes for them."""
     leaves = [own.detach().expand(samples, *own.shape).requires_grad_() for own in parameters.values()]
-    return leaves, {name: leaf.as_subclass(Copies) for name, leaf in zip(parameters, leaves, strict=True)}
+    copies = {name: leaf.as_subclass(Copies) for name, leaf in zip(parameters, leaves, strict=True)}
+    for own in copies.values():
+        own.uses = Uses()
+    return leaves, copies
+
+
+def grads_by_sample(
+    outputs: Tensor, leaves: Sequence[Tensor], copies: Mapping[str, Copies], seed: Tensor
+) -> list[Tensor | None]:
+    """The gradient of seed . outputs in each leaf (n, *shape); None where there is none."""
+    uses = [own.uses for own in copies.values() if own.uses is not None]
+    for own in uses:
+        own.kept = []
+    grads = torch.autograd.grad(outputs, leaves, seed, retain_graph=True, allow_unused=True)
+    sums = [own.total() for own in uses]
+    for own in uses:
+        own.kept = None
+    return [a if b is None else b if a is None else a + b for a, b in zip(grads, sums, strict=True)]
 
 
 class _LinearMap(torch.autograd.Function):
@@ -52,27 +94,28 @@ class _LinearMap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, transposed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, transposed: bool, uses: Uses | None) -> Tensor:
         ctx.save_for_backward(x, weights)
-        ctx.transposed = transposed
+        ctx.transposed, ctx.uses = transposed, uses
         return x @ (weights[0] if transposed else weights[0].T)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (h,), (x, weights) = grads, ctx.saved_tensors
         to_x = to_weights = None
         if ctx.needs_input_grad[0]:
-            again = torch.is_grad_enabled()  # the model differentiates this derivative once more
-            if again:
-                to_x = _LinearMap.apply(h, weights, not ctx.transposed)
+            if torch.is_grad_enabled():  # the model differentiates this derivative once more
+                to_x = _LinearMap.apply(h, weights, not ctx.transposed, ctx.uses)
             else:
                 to_x = h @ (weights[0].T if ctx.transposed else weights[0])
-        if ctx.needs_input_grad[1]:
-            h, x = h.flatten(1, -2) if h.dim() > 2 else h, x.flatten(1, -2) if x.dim() > 2 else x
+        if ctx.needs_input_grad[1] and _will_run(ctx.next_functions[1][0]):
             h, x = (x, h) if ctx.transposed else (h, x)
-            # (n, s, o) x (n, s, i) -> (n, o, i)
-            to_weights = h.unsqueeze(2) * x.unsqueeze(1) if h.dim() == 2 else h.transpose(1, 2) @ x
-        return to_x, to_weights, None
+            h, x = (own.flatten(1, -2) if own.dim() > 2 else own.unsqueeze(1) for own in (h, x))
+            if ctx.uses is not None and ctx.uses.kept is not None:
+                ctx.uses.kept.append((h, x))
+            else:  # (n, s, o) x (n, s, i) -> (n, o, i)
+                to_weights = h.mT * x if h.shape[1] == 1 else h.mT @ x
+        return to_x, to_weights, None, None
 
 
 def _as_linear_map(func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -90,7 +133,7 @@ def _as_linear_map(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     ):
         return None
     rows = x.unflatten(0, (n, -1)) if len(x) > n else x
-    z: Tensor = _LinearMap.apply(rows, weights, func is not F.linear)
+    z: Tensor = _LinearMap.apply(rows, weights, func is not F.linear, args[1].uses)
     bias = args[2] if len(args) > 2 else None
     if isinstance(bias, Copies):
         bias = bias.as_subclass(Tensor)[(slice(None), *[None] * (z.dim() - 2))]

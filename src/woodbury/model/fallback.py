@@ -35,7 +35,7 @@ from woodbury._vector import Parts
 from woodbury.layers.forms import byte_limit, windows
 from woodbury.layers.maps import plain_attention
 from woodbury.layers.rules import WEIGHT_AND_BIAS
-from woodbury.model.expanded import expand
+from woodbury.model.expanded import expand, grads_by_sample
 from woodbury.model.plan import Plan
 
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -238,11 +238,13 @@ class WrittenRows:
         random = _random.replayed(self.forward_pass.random)
         with torch.enable_grad(), random, no_batching_warnings, plain_attention:
             outputs = self.forward_pass.run_with(copies).reshape(samples, -1)
-        grads = grads_of_many(outputs, leaves, columns.transpose(0, 1))
+        each = [grads_by_sample(outputs, leaves, copies, seed) for seed in columns.unbind(1)]
         rows: Parts = {}
-        for (name, own), grad in zip(self.parameters.items(), grads, strict=True):
-            found = own.new_zeros(columns.shape[1], samples, *own.shape) if grad is None else grad
-            rows[name] = found.as_subclass(Tensor).transpose(0, 1)  # not of the class that inputs may have
+        for (name, own), grads in zip(self.parameters.items(), zip(*each, strict=True), strict=True):
+            zero = own.new_zeros(()).expand(samples, *own.shape)
+            # not of the class that inputs may have
+            found = [zero if grad is None else grad.as_subclass(Tensor) for grad in grads]
+            rows[name] = found[0].unsqueeze(1) if len(found) == 1 else torch.stack(found, 1)
         return outputs.detach(), rows
 
     def by_func(self) -> tuple[Tensor, Parts]:
