@@ -343,11 +343,10 @@ def test_a_turn_of_adam_goes_on_over_a_plateau_and_as_long_as_the_loss_falls_fas
     model, clock, course = poisson("dirichlet"), [0.0], iter(losses)
     run = deepxde._Run(model, None, 0)
     run.begin()
-    run.length, run.deadline, run.next_look = 10.0, 120.0, math.inf
-    run.first_loss, run.best_loss = 9.0, 1.0
+    run.length, run.deadline, run.next_look, run.best_loss = 10.0, 120.0, math.inf, 1.0
     monkeypatch.setattr(deepxde, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(model, "_train_step", lambda *batch: clock.insert(0, clock[0] + 1))
-    monkeypatch.setattr(run, "look", lambda: next(course))
+    monkeypatch.setattr(run, "look", lambda: setattr(run, "best_loss", next(course)))
     run.descend(50.0)
     assert clock[0] == end and run.turn_end == end + 10
 
