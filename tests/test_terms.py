@@ -1,5 +1,6 @@
 """Batches of several terms with points of their own: steps against dense matrices, errors that name the term."""
 
+import itertools
 import math
 import warnings
 from importlib import import_module
@@ -257,6 +258,25 @@ def test_a_fit_of_terms_solves_the_equation_and_says_how_far_each_term_is():
     assert float((model(x) - torch.sin(torch.pi * x)).abs().max()) < 1e-4
     first, last = fit.history[0]["terms"], fit.history[-1]["terms"]
     assert set(first) == set(last) == {"inside", "ends"} and last["inside"] < 1e-6 * first["inside"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "step"),
+    [
+        ([1 / 256, 1 / 64, 1 / 256, 1 / 256], 8),
+        ([1 / 16, 1 / 64, 1 / 32, 1 / 32], 12),  # one of them was longer
+        ([1 / 16, 1 / 64, 1.0, 1 / 16], 16),
+        ([1 / 16, 1 / 8, 1 / 64, 1 / 8], None),
+    ],
+)
+def test_plain_steps_follow_where_half_of_the_last_searched_ones_are_short(monkeypatch, lengths, step):
+    monkeypatch.setattr(solving, "FAR", 0.0)
+    (model, equations), begun, course = line_problem(), [], itertools.cycle(lengths)
+    begin = solving.SolvingRun.begin_plain
+    monkeypatch.setattr(solving.SolvingRun, "begin_plain", lambda run: (begun.append(run.fit.steps), begin(run)))
+    shorten = lambda fit: fit.history[-1].update(length=next(course))  # noqa: E731
+    fitted(model, equations, steps=18, callback=shorten)
+    assert begun == ([] if step is None else [step])
 
 
 def test_memory_that_runs_out_takes_fewer_points_and_loses_nothing(monkeypatch):
