@@ -343,12 +343,30 @@ def test_a_turn_of_adam_goes_on_over_a_plateau_and_as_long_as_the_loss_falls_fas
     model, clock, course = poisson("dirichlet"), [0.0], iter(losses)
     run = deepxde._Run(model, None, 0)
     run.begin()
-    run.length, run.deadline, run.next_look, run.best_loss = 10.0, 120.0, math.inf, 1.0
+    run.length, run.deadline, run.next_look = 10.0, 120.0, math.inf
+    run.first_loss, run.best_loss = 9.0, 1.0
     monkeypatch.setattr(deepxde, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(model, "_train_step", lambda *batch: clock.insert(0, clock[0] + 1))
-    monkeypatch.setattr(run, "look", lambda: setattr(run, "best_loss", next(course)))
+    monkeypatch.setattr(run, "look", lambda: next(course))
     run.descend(50.0)
     assert clock[0] == end and run.turn_end == end + 10
+
+
+@pytest.mark.parametrize(("share", "is_first"), [(0.9, True), (0.5, False)])
+def test_a_turn_of_adam_begins_at_the_first_parameters_where_steps_before_gained_little(
+    monkeypatch, share, is_first
+):
+    model = poisson("dirichlet")
+    run, begun = deepxde._Run(model, None, 0), []
+    run.begin()
+    run.best = [own + 1 for own in run.first]
+    run.length, run.best_loss = 0.05, share * run.first_loss
+    adam = model._train_step
+    see = lambda *batch: (begun.append([own.data.clone() for own in run.tensors]), adam(*batch))  # noqa: E731
+    monkeypatch.setattr(model, "_train_step", see)
+    run.descend(0.05)
+    wanted = run.first if is_first else [own + 1 for own in run.first]
+    assert all(torch.equal(own, other) for own, other in zip(begun[0], wanted, strict=True))
 
 
 @pytest.mark.parametrize(

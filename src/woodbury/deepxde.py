@@ -43,6 +43,9 @@ TURNS, PARTS = 12, 5  # parts of the time: Gauss-Newton steps have one in a turn
 # Of the loss, or less: in the second half of a turn of Gauss-Newton steps it makes that the last turn. A turn of
 # the other optimizer that takes off less has gained nothing.
 ENOUGH = 0.9
+# Where the first Gauss-Newton steps take off less, the other optimizer begins where they began: they may have led
+# to a place from which it gains nothing.
+WELL = 0.75
 # They are judged after as many steps, or half of them at the end of LATEST turns: balanced weights are large at
 # first, and a network may need some twenty steps to move at all.
 JUDGED, LATEST = 32, 3
@@ -232,8 +235,10 @@ class _Run:
         """
         state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
         part, latest = min(seconds, (self.deadline - now) / 2) / PARTS, self.deadline - 2 * self.length
-        losses, goes_on, self.starts = [self.best_loss] * 2, False, 0
-        self.cast(None, self.best)
+        lost = self.best_loss > WELL * self.first_loss and self.begun == self.started
+        loss, goes_on, self.starts = self.first_loss if lost else self.best_loss, False, 0
+        losses = [loss] * 2
+        self.cast(None, self.first if lost else self.best)
         try:
             while not self.is_over and (len(losses) < PARTS + 2 or (goes_on and now + part <= latest)):
                 end = now + part
@@ -241,8 +246,7 @@ class _Run:
                     self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
                     self.count_step()
                     now = time.perf_counter()
-                self.look()
-                losses.append(self.best_loss)
+                losses.append(min(losses[-1], self.look()))
                 first, second, third = losses[-3:]
                 is_faster = third < ENOUGH * second and third * first < second**2
                 goes_on = is_faster or third > ENOUGH * losses[0]
@@ -284,8 +288,8 @@ class _Run:
         """The parameters in their own type, as DeepXDE and its callbacks know them."""
         return self.holding([own.data.to(first) for own, first in zip(self.tensors, self.first, strict=True)])
 
-    def look(self) -> None:
-        """Compute DeepXDE's losses, show them, and keep the parameters if they are the best."""
+    def look(self) -> float:
+        """Compute DeepXDE's loss, show it, and keep the parameters if it is the lowest."""
         started = time.perf_counter()
         with self.as_given():
             self.model._test(verbose=self.verbose)
@@ -295,6 +299,7 @@ class _Run:
             self.best_step = self.steps
         now = time.perf_counter()
         self.next_look = now + max(self.pause, (now - started) / DEAREST)
+        return loss
 
     def begin(self) -> None:
         """As `model.train` begins."""
@@ -302,7 +307,7 @@ class _Run:
         model.stop_training, model.callbacks = False, self.callbacks
         model.train_state.set_data_train(*model.data.train_next_batch(model.batch_size))
         model.train_state.set_data_test(*model.data.test())
-        self.look()
+        self.first_loss = self.look()
         self.callbacks.on_train_begin()
 
     def count_step(self) -> None:
