@@ -93,6 +93,7 @@ def test_rows_by_expanded_weights_are_those_of_a_loop_over_samples(name):
     again, rows = WrittenRows(taken, parameters, columns).by_expansion()
     # a few hundred terms at most, of size about 1
     bound = bounds.rounding(1000)
+    assert not any(own.requires_grad for own in rows.values())
     assert reference.relative_error(again, outputs.detach()) <= bound
     for sample in range(N):
         for column in range(2):

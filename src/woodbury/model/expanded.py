@@ -112,7 +112,7 @@ class _LinearMap(torch.autograd.Function):
             h, x = (x, h) if ctx.transposed else (h, x)
             h, x = (own.flatten(1, -2) if own.dim() > 2 else own.unsqueeze(1) for own in (h, x))
             if ctx.uses is not None and ctx.uses.kept is not None:
-                ctx.uses.kept.append((h, x))
+                ctx.uses.kept.append((h.detach(), x.detach()))
             else:  # (n, s, o) x (n, s, i) -> (n, o, i)
                 to_weights = h.mT * x if h.shape[1] == 1 else h.mT @ x
         return to_x, to_weights, None, None
