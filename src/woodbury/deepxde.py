@@ -46,8 +46,8 @@ ENOUGH = 0.9
 # Where the first Gauss-Newton steps take off less, the other optimizer begins where they began: they may have led
 # to a place from which it gains nothing.
 WELL = 0.75
-# They are judged after as many steps, or half of them at the end of LATEST turns: balanced weights are large at
-# first, and a network may need some twenty steps to move at all.
+# They are judged after as many steps, or half of them at the end of LATEST turns: a network may need some twenty
+# steps to move at all.
 JUDGED, LATEST = 32, 3
 # Early times count more, so that residuals are late, unless a path has left the solution early for one where
 # nothing happens. In this part of its budget a fit begins anew, twice at most, where the loss has not fallen to
@@ -81,8 +81,8 @@ def fit(
             fit begins anew with new weights.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
-        weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows; "auto"
-            balances where none were given.
+        weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", as in `woodbury.Equations`;
+            "auto" balances where none were given.
         double: compute in float64, if the functions of the model allow it; the model keeps its own type.
         callbacks, verbose: as in `model.train`.
 

@@ -19,11 +19,12 @@ and no two rows that say the same.
 A path that leaves the solution early and stays where residuals are small is near a local minimum of the loss. With
 w, the loss falls where it leaves later. a falls from 6 to 0 in the first six tenths of a fit.
 
-**Weights.** The first term has the weight 1. With tau_t, the mean square of a row of term t, the others have
+**Weights.** The first term has the weight 1. Unless they are given, the others have 30, where rows of the first
+are neither much longer nor much shorter: with tau_t, the mean square of a row of term t,
 
-    w_t = 30 tau_1 / tau_t,   at least 10 and at most 100
+    w_t = 30 a / min(max(a, 0.1), 1000),      a = tau_1 / tau_t
 
-unless they are given. Conditions on the solution are rows without derivatives, and shorter ones.
+An equation in other units, with residuals thousands of times larger or smaller, is solved all the same.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ CAP = 10.0  # times the mean |r|: as much as counts of a residual
 AT_ONCE = 16384  # candidates that go through the model together
 FEWER = 2  # times fewer points than the first term has, for the others
 PROBE = 64  # points that tell how long the rows of a term are
-CONDITIONS = 30.0  # weight over that of the first term where rows are equally long,
-LIGHTEST, HEAVIEST = 10.0, 100.0  # within these bounds
+CONDITIONS = 30.0  # weight over that of the first term,
+SHORTEST, LONGEST = 0.1, 1000.0  # where the mean square of its rows is so many times theirs
 
 
 class Equations:
@@ -322,7 +323,8 @@ class TermSource:
             elif name == first or not lengths[name] > 0:
                 self.weights[name] = 1.0
             else:
-                self.weights[name] = min(max(CONDITIONS * lengths[first] / lengths[name], LIGHTEST), HEAVIEST)
+                longer = lengths[first] / lengths[name]
+                self.weights[name] = CONDITIONS * longer / min(max(longer, SHORTEST), LONGEST)
 
     def _row_length(self, source: _Source) -> float:
         """The mean square of a row of a term."""
