@@ -191,14 +191,15 @@ def test_early_times_count_more_by_time_and_by_what_is_wrong_before():
     assert bool((terms.draw(40)[0][3] == 1).all())  # where models are compared
 
 
+@pytest.mark.parametrize("is_near", [False, True])
 @pytest.mark.parametrize(("units", "bound"), [(1.0, None), (1e4, 1000.0), (1e-4, 0.1)])
-def test_conditions_have_one_weight_unless_the_units_of_the_equation_are_far_off(units, bound):
+def test_conditions_have_one_weight_unless_the_units_of_the_equation_are_far_off(units, bound, is_near):
     model, (inside, edge, _), _ = make_net(), *data()
     equation = lambda model, x: units * by_layers(model, x)  # noqa: E731
     terms = TermSource(
         model, Equations(first=(inside, equation), second=(edge, by_autograd), third=(edge, run_model, 7.0)).terms
     )
-    terms.balance()
+    terms.balance(is_near)
     lengths = []
     for residual in (equation(model, inside), by_autograd(model, edge)):
         rows = [
@@ -206,7 +207,7 @@ def test_conditions_have_one_weight_unless_the_units_of_the_equation_are_far_off
             for number in residual.flatten()
         ]
         lengths.append(sum(float(own.square().sum()) for row in rows for own in row) / len(rows))
-    second = 30.0 if bound is None else 30 * lengths[0] / lengths[1] / bound
+    second = (100 if is_near else 10) * (1.0 if bound is None else lengths[0] / lengths[1] / bound)
     assert terms.weights == pytest.approx({"first": 1.0, "second": second, "third": 7.0})
 
 

@@ -19,12 +19,12 @@ and no two rows that say the same.
 A path that leaves the solution early and stays where residuals are small is near a local minimum of the loss. With
 w, the loss falls where it leaves later. a falls from 6 to 0 in the first six tenths of a fit.
 
-**Weights.** The first term has the weight 1. Unless they are given, the others have 30, where rows of the first
-are neither much longer nor much shorter: with tau_t, the mean square of a row of term t,
+**Weights.** The first term has the weight 1. Unless they are given, those of the others come from W = 10,
+or 100 where the loss is below 1e-8 of the first one. With tau_t, the mean square of a row of term t,
 
-    w_t = 30 a / min(max(a, 0.1), 1000),      a = tau_1 / tau_t
+    w_t = W a / min(max(a, 0.1), 1000),      a = tau_1 / tau_t
 
-An equation in other units, with residuals thousands of times larger or smaller, is solved all the same.
+so that an equation in other units, with residuals thousands of times larger or smaller, is solved all the same.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ CAP = 10.0  # times the mean |r|: as much as counts of a residual
 AT_ONCE = 16384  # candidates that go through the model together
 FEWER = 2  # times fewer points than the first term has, for the others
 PROBE = 64  # points that tell how long the rows of a term are
-CONDITIONS = 30.0  # weight over that of the first term,
-SHORTEST, LONGEST = 0.1, 1000.0  # where the mean square of its rows is so many times theirs
+CONDITIONS, NEAR = 10.0, 100.0  # W, far from a solution and near one,
+SHORTEST, LONGEST = 0.1, 1000.0  # where the mean square of the rows of the first term is so many times theirs
 
 
 class Equations:
@@ -311,7 +311,7 @@ class TermSource:
             scale = scale[index] * (found * share[index]).rsqrt().to(like).unsqueeze(1)
         return (source.residual, inputs, targets, scale), residual.shape[1]
 
-    def balance(self) -> None:
+    def balance(self, is_near: bool = False) -> None:
         """Choose the weights that are not given, by the rows now."""
         lengths: dict[str, float] = {}
         if any(source.weight is None for source in self.sources.values()) and len(self.sources) > 1:
@@ -323,8 +323,8 @@ class TermSource:
             elif name == first or not lengths[name] > 0:
                 self.weights[name] = 1.0
             else:
-                longer = lengths[first] / lengths[name]
-                self.weights[name] = CONDITIONS * longer / min(max(longer, SHORTEST), LONGEST)
+                longer, weight = lengths[first] / lengths[name], NEAR if is_near else CONDITIONS
+                self.weights[name] = weight * longer / min(max(longer, SHORTEST), LONGEST)
 
     def _row_length(self, source: _Source) -> float:
         """The mean square of a row of a term."""

@@ -29,7 +29,7 @@ FEW_STEPS = 8  # on few samples, at the very start
 # device, where a searched step takes the time of few plain ones.
 LOOKS = {FEW_STEPS: 1 / 128, 12: 1 / 32, **dict.fromkeys(range(16, 50, 4), 1 / 16)}
 LOOKS_ON_DEVICE = dict.fromkeys(range(48, 100, 16), 3 / 128)
-FAR = 1e-4  # follow, unless the loss is below this share of the first,
+FAR, NEAR = 1e-4, 1e-8  # shares of the first loss: above the one they follow; below the other weights are larger
 WINDOW = 96  # twice as many at least, and on as long as this many
 WORTH = 0.5  # take so much off the logarithm of the loss
 # Samples of a step at first: 1.5 per parameter within these bounds. On a device MOST where these were more than
@@ -112,7 +112,7 @@ class SolvingRun(Run):
             share = self.limits.share(self.fit.steps, self.fit.seconds, 0.0)
             self.source.decline = DECLINE * max(0.0, 1 - share / EARLY)
         if self.fit.steps in BALANCED_AT:
-            self._draw(self.source.balance)
+            self._draw(lambda: self.source.balance(self._share() < NEAR))
         while True:
             batch = self._draw(lambda: self.source.batch(self.count))
             loss = self.source.loss()
@@ -141,7 +141,7 @@ class SolvingRun(Run):
         fit, begun = self.fit, self.fit.steps - self.since
         if self.phase == "look" and fit.steps in self.looks:
             length = median(float(record["length"]) for record in fit.history[-4:])
-            if length <= self.looks[fit.steps] and fit.history[-1]["loss"] > FAR * fit.history[0]["loss"]:
+            if length <= self.looks[fit.steps] and self._share() > FAR:
                 self.begin_plain()
         if self.phase == "look" and fit.steps == FEW_STEPS:
             self.count = max(self.count, self.searched)
@@ -151,6 +151,11 @@ class SolvingRun(Run):
             else:
                 self.phase, self.count = "search", max(self.count, min(self.searched, self.most))
                 use_search(self.optimizer, True)
+
+    def _share(self) -> float:
+        """The loss over the first one."""
+        first, last = (self.fit.history[place]["loss"] for place in (0, -1))
+        return last / first if first > 0 else 1.0
 
     def begin_plain(self, most: int = 0) -> None:
         """Plain steps as long as they gain enough, and where they do not, on twice the samples up to `most`."""

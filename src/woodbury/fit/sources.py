@@ -41,7 +41,7 @@ class Drawn:
         """Other samples, as they are."""
         return inputs, targets
 
-    def balance(self) -> None:
+    def balance(self, is_near: bool = False) -> None:
         """Nothing, as there are no terms."""
 
     def loss(self) -> float:
