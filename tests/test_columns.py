@@ -1,7 +1,6 @@
 """Inputs far from (-1, 1) are said once, with their columns; others are not."""
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import woodbury
+from checks import silence, told
 from fuzz.models import Parts
 
 SAMPLES = 40
@@ -25,11 +25,10 @@ def network(*first, inputs=2):
 
 def columns_named(model, inputs, **settings):
     """The columns that a fit of one step warns of."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with told() as texts:
         data = inputs if callable(inputs) else (inputs, torch.sin(unit(1)))
         woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False, **settings)
-    named = [str(own.message) for own in seen if "far from (-1, 1)" in str(own.message)]
+    named = [text for text in texts if "far from (-1, 1)" in text]
     assert len(named) <= 1 and all("woodbury.Scale.inputs(x)" in own for own in named)
     return re.search(r"columns? (.*) of the inputs", named[0])[1] if named else None
 
@@ -108,13 +107,11 @@ def test_nothing_is_left_on_the_model_and_a_run_that_goes_on_says_nothing():
     with pytest.warns(UserWarning, match="far from"):
         fit = woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False)
     assert not any(own._forward_pre_hooks for own in model.modules()) and model.training
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*far from")
+    with silence(message=".*far from"):
         woodbury.fit(model, nn.MSELoss(), data, steps=4, resume=fit.state_dict(), progress=False)
 
 
 def test_a_few_samples_are_not_judged():
     inputs = YEARS[:10]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*far from")
+    with silence(message=".*far from"):
         woodbury.fit(network(), F.mse_loss, (inputs, inputs[:, :1]), steps=1, progress=False)

