@@ -13,18 +13,16 @@ import struct
 import sys
 import tarfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import processes
 from woodbury.experiments.data import (
     DATASETS,
-    Dataset,
     load_dataset,
     read_cifar,
     read_covtype,
@@ -40,16 +38,16 @@ CONTENT = b"one line\n" * 1000
 UNREACHABLE = "http://127.0.0.1:9/table.gz"
 
 
-def sha256(content: bytes) -> str:
+def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def table(url: str = UNREACHABLE, member: str | None = None, archive_sha256: str | None = None) -> DataFile:
+def table(url=UNREACHABLE, member=None, archive_sha256=None):
     """A file called `table` whose content is `CONTENT`."""
     return DataFile("table", sha256(CONTENT), url, member, archive_sha256)
 
 
-def refusal(files: Files, file: DataFile, parse: Callable[[bytearray], object] = bytes) -> str:
+def refusal(files, file, parse=bytes):
     """The message, which is one line, of the error that reading a file raises."""
     with pytest.raises(DataError) as caught:
         files.read(file, parse)
@@ -58,14 +56,14 @@ def refusal(files: Files, file: DataFile, parse: Callable[[bytearray], object] =
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A data folder with an empty folder for the data set `toy`."""
     (tmp_path / "toy").mkdir()
     return tmp_path
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache, and no data folder in the environment."""
     pooch = pytest.importorskip("pooch")
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
@@ -114,7 +112,7 @@ def test_the_environment_names_the_folder_unless_an_argument_does(folder, monkey
     assert Files("toy").folder is None
 
 
-def damaged(pack: Callable[[bytes], bytes]) -> bytes:
+def damaged(pack):
     packed = bytearray(pack(CONTENT))
     packed[len(packed) // 2] ^= 0xFF
     return bytes(packed)
@@ -162,7 +160,7 @@ def test_an_unreadable_file_is_named(folder, monkeypatch):
     path = folder / "toy" / "table"
     path.write_bytes(CONTENT)
 
-    def refuse(path: Path) -> None:
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("woodbury.experiments.files._open", refuse)
@@ -201,7 +199,7 @@ def test_the_error_without_pooch_says_what_to_install(cache, monkeypatch):
     assert "downloading needs pooch: pip install" in message and ENVIRONMENT_VARIABLE in message
 
 
-def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+def archive(*members):
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for member, content in members:
@@ -210,7 +208,7 @@ def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def plain(name: str, content: bytes = CONTENT) -> tuple[tarfile.TarInfo, bytes]:
+def plain(name, content=CONTENT):
     return tarfile.TarInfo(name), content
 
 
@@ -245,12 +243,12 @@ def test_an_archive_with_another_content_is_named(server, cache, published, is_k
 # Readers.
 
 
-def idx(values: Tensor) -> bytearray:
+def idx(values):
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
     return bytearray(header + bytes(values.flatten().tolist()))
 
 
-def covtype_lines(rows: list[list[int]], end: str = "\n") -> bytearray:
+def covtype_lines(rows, end="\n"):
     return bytearray(("\n".join(",".join(map(str, row)) for row in rows) + end).encode())
 
 
@@ -371,7 +369,7 @@ def test_every_data_set_is_described_in_a_line_and_says_where_its_first_file_sho
         assert str(caught.value).startswith(str(tmp_path / name)) and "https://" in str(caught.value)
 
 
-def read_without_extras(folder: Path) -> None:
+def read_without_extras(folder):
     for name in ["sklearn", "scipy", "pooch", "tqdm", "requests", "matplotlib", "typer", "rich", "pandas"]:
         for loaded in [module for module in sys.modules if module.split(".")[0] in (name, "woodbury")]:
             del sys.modules[loaded]
@@ -415,9 +413,9 @@ NEED_SKLEARN = ("digits", "webspam")
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def real(request: pytest.FixtureRequest) -> tuple[str, Dataset]:
+def real(request):
     """Each data set whose files are there, loaded once."""
-    name: str = request.param
+    name = request.param
     data_folder = os.environ.get(ENVIRONMENT_VARIABLE)
     if name != "digits" and not (data_folder and (Path(data_folder) / name).is_dir()):
         pytest.skip(f"{ENVIRONMENT_VARIABLE} names no folder that has {name}")

@@ -6,8 +6,6 @@ import math
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ FILES = {"config.json", "records.jsonl", "model.pt", "complete"}  # of a complet
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "sgd"
     train(tiny_config("sgd"), folder, data=DATA)
     return folder
@@ -144,7 +142,7 @@ def test_evaluation_in_parts_equals_evaluation_at_once(outputs, monkeypatch):
 def test_evaluations_are_spread_over_an_epoch_and_not_counted_in_the_training_clock(tmp_path, monkeypatch):
     clock = {"now": 0.0}
 
-    def slow_evaluate(*arguments: object) -> tuple[float, float]:
+    def slow_evaluate(*arguments):
         clock["now"] += 1000.0
         return 1.0, 1.0
 
@@ -170,7 +168,7 @@ def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(tmp_path, monk
 
 
 # a whole number as damping becomes a fraction on the way
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "kfac": {"refresh": 3},
     "smw-gn": {"damping": {"LevenbergMarquardt": {"initial": 10}}},
     "smw-ng": {"damping": {"Constant": {"initial": 2}}},
@@ -201,8 +199,8 @@ def test_every_optimizer_trains_and_an_interrupted_run_ends_like_one_without_a_b
     assert all(value.dtype is getattr(torch, dtype) for value in weights.values())
 
 
-def train_until_killed(whole: Path, cut: Path) -> None:
-    def progress(step: int, *more: Any) -> None:
+def train_until_killed(whole, cut):
+    def progress(step, *more):
         if step == 11:
             training.write_whole = lambda path, content: None
         if step == 13:

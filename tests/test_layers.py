@@ -425,11 +425,7 @@ def over_samples(layer, name):
     ],
 )
 def test_layers_whose_rows_would_be_wrong_are_refused_by_name(model, inputs, message):
-    made = {
-        "vectors": torch.randn(N, 4),
-        "square": torch.randn(N, N),
-        "images": torch.randn(N, 2, 3, 3),
-    }[inputs]
+    made = {"vectors": torch.randn(N, 4), "square": torch.randn(N, N), "images": torch.randn(N, 2, 3, 3)}[inputs]
     with pytest.raises(ValueError, match=message):
         woodbury.rows(model, nn.MSELoss(), made, None)
 

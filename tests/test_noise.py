@@ -270,11 +270,7 @@ def dropout_network():
     return nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Dropout(0.5), nn.Linear(12, 1)).double()
 
 
-KINDS = {
-    "pair": noisy,
-    "sampler": lambda: sampler,
-    "loader": loader,
-}
+KINDS = {"pair": noisy, "sampler": lambda: sampler, "loader": loader}
 
 
 @pytest.mark.parametrize("has_validation", [False, True])
@@ -396,11 +392,7 @@ def test_arrays_tables_and_lists_are_data():
     )
 
 
-FLOATS = {
-    "pair": (noisy(), noisy(1)),
-    "loaders": (loader(), loader()),
-    "sampler, loader": (sampler, loader()),
-}
+FLOATS = {"pair": (noisy(), noisy(1)), "loaders": (loader(), loader()), "sampler, loader": (sampler, loader())}
 
 
 def in_floats(data, dtype):

@@ -3,10 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from woodbury.policies.plain import from_plain, to_plain
 from woodbury.runs import report
 from woodbury.runs.config import RunConfig
 from woodbury.runs.medians import groups_of, looks_of
-from woodbury.runs.panels import Panel, describe
+from woodbury.runs.panels import describe
 from woodbury.runs.storage import RunFolderError
 
 FIELDS = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
@@ -27,22 +24,22 @@ LM = {"LevenbergMarquardt": FIELDS}
 
 
 def write_run(
-    folder: Path,
-    optimizer: str = "smw-gn",
-    seed: int = 0,
-    losses: Sequence[float | None] = (2.0, 1.0),  # after each epoch, from epoch 0 on
+    folder,
+    optimizer="smw-gn",
+    seed=0,
+    losses=(2.0, 1.0),  # after each epoch, from epoch 0 on
     *,
-    dataset: str = "digits",
-    settings: dict[str, Any] | None = None,
-    errors: Sequence[float] | None = None,
-    planned: int | None = None,
-    steps_per_epoch: int = 4,
-    seconds_per_epoch: float = 0.5,
-    dampings: Sequence[float | None] | None = None,  # of each step
-    ratios: Sequence[float | None] | None = None,
-    extra_steps: int = 0,  # of an epoch that was not finished
-    **config: Any,
-) -> Path:
+    dataset="digits",
+    settings=None,
+    errors=None,
+    planned=None,
+    steps_per_epoch=4,
+    seconds_per_epoch=0.5,
+    dampings=None,  # of each step
+    ratios=None,
+    extra_steps=0,  # of an epoch that was not finished
+    **config,
+):
     folder.mkdir(parents=True, exist_ok=True)
     damped = optimizer not in ("sgd", "adam")
     if settings is None:
@@ -51,7 +48,7 @@ def write_run(
     epochs = len(losses) - 1
     config = {"widths": (4, 3, 2), "batch_size": 60, "epochs": epochs if planned is None else planned, **config}
     RunConfig(dataset, optimizer, settings, seed=seed, **config).save(folder)
-    records: list[dict[str, Any]] = []
+    records = []
     for step in range(epochs * steps_per_epoch + extra_steps + 1):
         epoch = math.ceil(step / steps_per_epoch)
         place = {"epoch": epoch, "step": step, "seconds": step / steps_per_epoch * seconds_per_epoch}
@@ -68,32 +65,32 @@ def write_run(
     return folder
 
 
-def page_data(runs: Sequence[report.Run]) -> list[dict[str, Any]]:
+def page_data(runs):
     """The numbers inside the page."""
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', report.html(runs), re.DOTALL)
     assert match is not None
     return json.loads(match[1])
 
 
-def curves_by_quantity(section: dict[str, Any], label: str) -> dict[str, Any]:
+def curves_by_quantity(section, label):
     """The curves of one method on the page."""
     drawing = section["drawing"]
     index = [entry["label"] for entry in drawing["legend"]].index(label)
     return {panel["quantity"]: panel["curves"][index] for panel in drawing["panels"] if panel["curves"][index]}
 
 
-def curves_of(path: Path, label: str = "smw-gn") -> dict[str, Any]:
+def curves_of(path, label="smw-gn"):
     (section,) = page_data(report.load([path]))
     return curves_by_quantity(section, label)
 
 
-def ends_by_label(runs: Sequence[report.Run]) -> dict[str, dict[str, str]]:
+def ends_by_label(runs):
     """The table of the page: of each method the texts by column."""
     tables = [section["ends"] for section in page_data(runs)]
     return {row[0]: dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]}
 
 
-def panels_of(path: Path) -> dict[str, Panel]:
+def panels_of(path):
     """The description from which both the figure and the page are drawn."""
     return {panel.quantity: panel for panel in describe(groups_of(report.load([path]))).panels}
 

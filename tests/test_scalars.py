@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 import bounds
 from woodbury.device import scalars
-from woodbury.device.scalars import (
-    Number,
-    as_double,
-    as_truth,
-    compute,
-    ratio_where,
-    root,
-    scaled_if,
-    where,
-)
+from woodbury.device.scalars import Number, as_double, as_truth, compute, ratio_where, root, scaled_if, where
 
 COMPARISONS = [operator.gt, operator.ge, operator.lt]
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, *COMPARISONS]

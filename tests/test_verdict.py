@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +45,7 @@ def test_equal_groups_part_by_chance_once_in_twenty_times_for_each():
     assert first * math.comb(2 * ENOUGH_SEEDS, ENOUGH_SEEDS) == len(orders) and ENOUGH_SEEDS == 3
 
 
-def write(folder: Path, name: str, losses: Sequence[float | None], errors: Sequence[float]) -> None:
+def write(folder, name, losses, errors):
     for seed, (loss, error) in enumerate(zip(losses, errors, strict=True)):
         write_run(folder / f"{name}-{seed}", name, seed, [2.0, loss], errors=[0.9, error])
 
@@ -87,7 +85,7 @@ def test_a_run_that_is_there_twice_is_one_seed(tmp_path):
 # -- the race
 
 
-def race(folder: Path, name: str, losses: Sequence[Sequence[float | None]], seconds_per_epoch: float) -> None:
+def race(folder, name, losses, seconds_per_epoch):
     for seed, values in enumerate(losses):
         write_run(folder / f"{name}-{seed}", name, seed, values, seconds_per_epoch=seconds_per_epoch)
 
