@@ -1,9 +1,12 @@
 """What a block of a test does beside its own asserts: change nothing, warn of nothing, say what it warned of."""
 
+import io
 import pickle
+import random
 import warnings
 from contextlib import contextmanager
 
+import numpy
 import pytest
 import torch
 
@@ -54,3 +57,19 @@ def told():
         warnings.simplefilter("always")
         yield texts
     texts += [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+
+
+def through_a_file(value, **options):
+    """What torch.load makes of what torch.save has written."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    content.seek(0)
+    return torch.load(content, weights_only=True, **options)
+
+
+def random_states():
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+
+def restore(states):
+    random.setstate(states[0]), numpy.random.set_state(states[1]), torch.set_rng_state(states[2])

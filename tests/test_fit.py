@@ -1,6 +1,5 @@
 """woodbury.fit: one call, its limits, what it returns, and going on from where it stopped."""
 
-import io
 import math
 from itertools import groupby
 
@@ -12,6 +11,7 @@ import bounds
 import problems
 import reference
 import woodbury
+from checks import through_a_file
 from woodbury.fit import solving
 
 
@@ -93,14 +93,12 @@ def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled, metric):
     whole = woodbury.fit(model, nn.MSELoss(), data, steps=8, **settings)
     other, data = build()
     first = woodbury.fit(other, nn.MSELoss(), data, steps=5, **settings)
-    stream = io.BytesIO()
-    torch.save(first.state_dict(), stream)
-    stream.seek(0)
     again, data = build()  # a fresh network, whose parameters do not matter
     with torch.no_grad():
         for own in again.parameters():
             own.zero_()
-    second = woodbury.fit(again, nn.MSELoss(), data, steps=8, resume=torch.load(stream), **settings)
+    state = through_a_file(first.state_dict())
+    second = woodbury.fit(again, nn.MSELoss(), data, steps=8, resume=state, **settings)
     assert second.steps == 8 and [r["loss"] for r in second.history] == [r["loss"] for r in whole.history]
     assert torch.equal(reference.theta(again), reference.theta(model))
     with pytest.raises(ValueError, match=r"another model: parameter '\w+"):

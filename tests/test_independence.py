@@ -222,23 +222,18 @@ def heat(model, x):
     return gradient[:, 0, 1:] - second - torch.sin(PI * x[:, :1])
 
 
-def burgers(model, x):
-    """u_t + u u_x = 0.1 u_xx + f, by ordinary autograd."""
-    x = x.clone().requires_grad_()
-    u = model(x)
-    u_x, u_t = first_derivatives(u, x)
-    u_xx, _ = first_derivatives(u_x, x)
-    return u_t + u * u_x - 0.1 * u_xx - 10 * solution(x).detach()
-
-
-def korteweg_de_vries(model, x):
-    """u_t + 6 u u_x + u_xxx = f, by ordinary autograd."""
+def burgers(model, x, steepening=1, diffusion=0.1, dispersion=0):
+    """u_t + a u u_x = b u_xx - c u_xxx + f, by ordinary autograd."""
     x = x.clone().requires_grad_()
     u = model(x)
     u_x, u_t = first_derivatives(u, x)
     u_xx, _ = first_derivatives(u_x, x)
     u_xxx, _ = first_derivatives(u_xx, x)
-    return u_t + 6 * u * u_x + u_xxx - 10 * solution(x).detach()
+    return u_t + steepening * u * u_x - diffusion * u_xx + dispersion * u_xxx - 10 * solution(x).detach()
+
+
+def korteweg_de_vries(model, x):
+    return burgers(model, x, 6, 0, 1)
 
 
 METHODS = {cubic_by_laplacian: None, cubic_by_func: "func"}  # for rows past the rules

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import problems
 import reference
 import woodbury
 from cases import every_count, every_pair
+from checks import random_states, restore
 from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, SharedRows, positions
@@ -101,25 +103,33 @@ def well_conditioned(B):
     return max(0.05, 1e-5 * float(B.trace()))
 
 
-def check_directions(model, loss, inputs, targets, subset, **options):
+def check_directions(model, loss, inputs, targets, subset, forward=None, **options):
     """p of both methods, full and by layer, with the curvature of a subset."""
-    solve = reference.dense_system(model, loss, inputs, targets, subset)
-    lost = reference.residual_condition(model, loss, inputs, targets)  # softmax may be 1 - 1e-8
+    solve = reference.dense_system(model, loss, inputs, targets, subset, forward)
+    run = model if forward is None else partial(forward, model)
+    lost = reference.residual_condition(run, loss, inputs, targets)  # softmax may be 1 - 1e-8
     for kind, method in METHODS.items():
         for blocks in ("full", "layer"):
             expected, B, _ = solve(well_conditioned, kind, blocks)
-            optimizer = method(model, loss, damping=well_conditioned(B), blocks=blocks, **options)
+            settings = {"damping": well_conditioned(B), "blocks": blocks, "forward": forward, **options}
+            optimizer = method(model, loss, **settings)
             p = flatten(optimizer.direction(inputs, targets, subset=subset))
             assert reference.relative_error(p, expected) <= lost * bounds.of_solve(B, well_conditioned(B))
 
 
 def check_ratio(optimizer, inputs, targets, **options):
-    """rho times the predicted decrease is the decrease of the loss of the model as it is trained."""
-    model = optimizer.model
-    before = LOSS(model(inputs), targets).item()
+    """rho times the predicted decrease is that of the loss of the model, run with the same random numbers."""
+    model, states, losses = optimizer.model, random_states(), []
+    run = model if optimizer.forward is None else partial(optimizer.forward, model)
+    losses.append(optimizer.loss(run(inputs), targets).item())
+    restore(states)
     info = optimizer.step(inputs, targets, **options)
-    decrease = before - LOSS(model(inputs), targets).item()
-    bound = bounds.of_decrease(before, decrease, sum(p.numel() for p in model.parameters()))
+    after = random_states()
+    restore(states)
+    losses.append(optimizer.loss(run(inputs), targets).item())
+    restore(after)
+    decrease = losses[0] - losses[1]
+    bound = bounds.of_decrease(losses[0], decrease, sum(p.numel() for p in model.parameters()))
     assert (info.ratio * info.predicted).item() == pytest.approx(decrease, rel=bound)
     return decrease
 

@@ -1,7 +1,6 @@
 """Steps with the curvature of earlier batches (memory=) and in another metric than the identity (metric=)."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -12,6 +11,7 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
+from checks import through_a_file
 from fuzz.models import Parts
 from test_layers import METHODS
 from woodbury._vector import Space
@@ -118,7 +118,8 @@ def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
     """
     metric, memory = change
     model, batches = problem(kind)
-    loss, mask = nn.CrossEntropyLoss(), reference.block_mask(model) if blocks == "layer" else 1.0
+    loss = nn.CrossEntropyLoss()
+    mask = reference.block_mask(reference.parameters(model)) if blocks == "layer" else 1.0
     optimizer = METHODS[curvature](
         *(model, loss, 0.5),
         momentum=momentum,
@@ -225,10 +226,8 @@ def test_a_copy_and_a_saved_state_go_on_bit_by_bit(kind, metric):
     optimizer = woodbury.GaussNewton(model, loss, **settings)
     for batch in batches[:3]:
         optimizer.step(*batch)
-    twin, stream = copy.deepcopy(optimizer), io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), stream)
-    stream.seek(0)
-    parameters, state = torch.load(stream, weights_only=True)
+    twin = copy.deepcopy(optimizer)
+    parameters, state = through_a_file((model.state_dict(), optimizer.state_dict()))
     fresh, _ = problem(kind)
     fresh.load_state_dict(parameters)
     loaded = woodbury.GaussNewton(fresh, loss, **settings)

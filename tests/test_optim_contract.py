@@ -5,7 +5,6 @@ constructor. `METHODS` says where a method does less than solve the system that 
 """
 
 import copy
-import io
 import math
 import pickle
 import re
@@ -23,7 +22,7 @@ import bounds
 import problems
 import reference
 import woodbury
-from checks import assert_same, refused, state_of, unchanged
+from checks import assert_same, refused, state_of, through_a_file, unchanged
 from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.optim import SecondOrder
@@ -351,13 +350,10 @@ def from_saved_state(kind, optimizer):
         named = {*names, *dict(problem.model.named_modules())}
         assert all(isinstance(key, str) for key in state["state"])
         assert all(set(value) <= named for value in state["state"].values() if isinstance(value, dict))
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
     problem.model.load_state_dict(optimizer.model.state_dict())
     start = woodbury.LevenbergMarquardt(initial=7.0)
     resumed = build(kind, problem, RICH, {"seed": 99, "damping": start}, lr=0.1)
-    saved = torch.load(buffer, map_location="cpu", weights_only=True)
+    saved = through_a_file(state, map_location="cpu")
     kept = dict(saved["state"])
     resumed.load_state_dict(saved)
     assert saved["state"].keys() == kept.keys()

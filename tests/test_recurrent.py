@@ -12,7 +12,7 @@ import bounds
 import woodbury
 from cases import all_pairs, every_pair
 from fuzz.models import Parts
-from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows
+from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows
 from woodbury.layers import ExplicitRows
 from woodbury.layers.maps import recurrent_forward
 
@@ -127,15 +127,7 @@ def test_steps_of_recurrent_layers_with_dropout_need_no_fallback(kind):
         for n in (N, LENGTH, N):
             inputs, targets = batch(n)
             assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets)
-            state = torch.get_rng_state()
-            subset = list(range(n))
-            before = LOSS(model(inputs), targets).detach()
-            torch.set_rng_state(state)
-            info = optimizer.step(inputs, targets, subset=subset)
-            torch.set_rng_state(state)
-            after = LOSS(model(inputs), targets).detach()  # with the masks of the step
-            bound = bounds.of_decrease(before, before - after, sum(p.numel() for p in model.parameters()))
-            assert float(info.ratio * info.predicted) == pytest.approx(float(before - after), rel=bound)
+            check_ratio(optimizer, inputs, targets, subset=list(range(n)))  # with the same masks
         forms = woodbury.rows(model, LOSS, inputs, targets).forms
         assert not any(isinstance(form, ExplicitRows) for form in forms.values())
 

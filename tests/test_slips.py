@@ -80,20 +80,6 @@ def test_data_of_another_kind(data, message):
         fit(MSE, LOADER, validation=data)
 
 
-@pytest.mark.parametrize(
-    "data, validation, error, message",
-    [
-        ((X, Y), LOADER, TypeError, r"validation must be a share of it \(0\.2\), or a pair .*got DataLoader"),
-        ((X, Y), True, ValueError, "validation=True .*: pass a share between 0 and 1, or a pair"),
-        ((X, Y), 20, ValueError, "validation=20 .*: pass a share between 0 and 1, or a pair"),
-        (LOADER, 0.2, ValueError, "validation=0.2 splits a pair .*: pass other samples, a pair or a loader"),
-    ],
-)
-def test_validation_of_the_wrong_kind(data, validation, error, message):
-    with pytest.raises(error, match=message):
-        fit(MSE, data, validation=validation)
-
-
 def test_a_model_that_is_none():
     with pytest.raises(TypeError, match=r"the model itself .*, not its parameters"):
         woodbury.fit(network().parameters(), MSE, (X, Y))

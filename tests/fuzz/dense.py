@@ -103,12 +103,6 @@ class Dense:
     def flatten(self, vector):
         return flat([vector[name].detach().double() for name in self.parameters])
 
-    def block_mask(self):
-        """(p, p): 1 where two parameters belong to the same module."""
-        owners = [name.rpartition(".")[0] for name in self.parameters]
-        ids = self.spread({name: owners.index(name.rpartition(".")[0]) for name in self.parameters})
-        return (ids[:, None] == ids[None, :]).double()
-
     def spread(self, by_name):
         """One number per parameter entry, from one per parameter."""
         return flat(
