@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,13 +62,6 @@ class Result:
     detail: str = ""
     features: set = field(default_factory=set)
     text: str = ""  # a traceback, for a single case
-
-
-def is_refusal(error):
-    """Whether the package itself raised this, on purpose."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1]
-    return isinstance(error, MEANT) and last.filename.startswith(PACKAGE) and (last.line or "").startswith("raise")
 
 
 def short(error):
@@ -185,10 +179,8 @@ def choose_options(rng, case):
         if method == "KFAC":
             own["weight_decay"] = base["weight_decay"]
         parameters = dict(case.model.named_parameters())
-        arguments["params"] = [
-            {"params": [parameters[name] for name in parts[0]]},
-            {"params": [parameters[name] for name in parts[1]], **own},
-        ]
+        first, second = ([parameters[name] for name in part] for part in parts)
+        arguments["params"] = [{"params": first}, {"params": second, **own}]
         for name in parts[1]:
             settings[name] |= own
         if left_out:
@@ -240,9 +232,8 @@ class Trial:
         self.guard = torch.no_grad if self.rng.random() < 0.05 else contextlib.nullcontext
         if isinstance(self.inputs, torch.Tensor) and self.inputs.is_floating_point() and self.rng.random() < 0.05:
             self.inputs.requires_grad_()
-        self.tensors = [
-            leaf for leaf in tree_leaves((self.inputs, self.targets)) if isinstance(leaf, torch.Tensor)
-        ]
+        leaves = tree_leaves((self.inputs, self.targets))
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.random = torch.get_rng_state()
         self.dense = None
         self.parts = [torch.arange(self.case.n)]
@@ -347,14 +338,12 @@ class Trial:
         damping = options.relative * norm
         self.policy = damping
         if rng.random() < 0.3:
-            self.policy = woodbury.LevenbergMarquardt(
-                initial=0.9 * damping, floor=0.1 * damping, boost=1.5, drop=0.7
-            )
+            limits = {"initial": 0.9 * damping, "floor": 0.1 * damping}
+            self.policy = woodbury.LevenbergMarquardt(**limits, boost=1.5, drop=0.7)
         options.arguments["damping"] = self.policy
         kind = getattr(woodbury, options.method)
-        self.optimizer = self.unchanged(
-            lambda: kind(self.model, self.case.loss, **options.arguments), "the constructor", draws=True
-        )
+        make = partial(kind, self.model, self.case.loss, **options.arguments)
+        self.optimizer = self.unchanged(make, "the constructor", draws=True)
         numeric = self.dense is not None and options.method != "KFAC"
         shift = torch.zeros_like(self.dense.theta) if numeric else None
         self.one_round(damping, shift, numeric)
@@ -435,13 +424,9 @@ class Trial:
             fallback = "autograd"
         if case.needs_fallback and fallback is None:
             return
-        rows = self.unchanged(
-            lambda: woodbury.rows(
-                self.model, case.loss, self.inputs, self.targets, options.kind, case.forward, fallback
-            ),
-            "rows",
-            draws=case.random,
-        )
+        named = options.kind, case.forward, fallback
+        make = partial(woodbury.rows, self.model, case.loss, self.inputs, self.targets, *named)
+        rows = self.unchanged(make, "rows", draws=case.random)
         if self.dense is None:
             return
         dense = self.dense if options.names is None else Dense(case, self.model, None, self.dense.random)
@@ -607,7 +592,9 @@ class Trial:
         """The outcome of a case that raised this."""
         if isinstance(error, WrongError | GeneratorError):
             return error.outcome
-        if not is_refusal(error):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        is_raised_here = last.filename.startswith(PACKAGE) and (last.line or "").startswith("raise")
+        if not (isinstance(error, MEANT) and is_raised_here):
             documented = not self.case.twice and "not implemented" in str(error)
             return "refused" if documented else "crashed"
         return "false-refusal" if self.options.expect == "right" else "refused"

@@ -163,10 +163,7 @@ ENDINGS = {  # what happens to (the loss, the model, the optimizer), and the fac
     "scaler": (lambda loss, model, optimizer: scaled(loss, optimizer, 1000.0), 1.0),
     "penalty": (lambda loss, model, optimizer: (loss.backward(), penalty(model).backward()), None),
     "penalty before": (lambda loss, model, optimizer: (penalty(model).backward(), loss.backward()), None),
-    "unseen penalty": (
-        lambda loss, model, optimizer: (loss.backward(), torch.autograd.backward(penalty(model))),
-        None,
-    ),
+    "unseen penalty": (lambda loss, model, _: (loss.backward(), torch.autograd.backward(penalty(model))), None),
     "by torch.autograd": (lambda loss, model, optimizer: torch.autograd.backward([loss]), None),
     "twice": (lambda loss, model, optimizer: (loss.backward(retain_graph=True), loss.backward()), None),
     "clipped by value": (
@@ -205,9 +202,8 @@ class Loop:
         drawn = [chance.choice(list(LOSSES)) for _ in range(chance.randint(0, 3))]
         self.ordinary = drawn if ordinary is None else ordinary
         self.how = how or chance.choice(["watch", "closure"])
-        self.optimizer = woodbury.GaussNewton(
-            self.model, None, damping=woodbury.Constant(DAMPING), guard=None, watch=self.how == "watch"
-        )
+        settings = {"damping": woodbury.Constant(DAMPING), "guard": None, "watch": self.how == "watch"}
+        self.optimizer = woodbury.GaussNewton(self.model, None, **settings)
 
     def __repr__(self):
         return f"{self.how}: {', '.join(self.names)} in {self.parts} part(s), after {self.ordinary}"

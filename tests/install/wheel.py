@@ -44,9 +44,8 @@ class Place:
 
     def run(self, *arguments, cwd):
         environment = {**os.environ, "PYTHONPATH": self.path, "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
-        return subprocess.run(
-            [self.python, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True
-        )
+        settings = {"cwd": cwd, "env": environment, "capture_output": True, "text": True}
+        return subprocess.run([self.python, *map(str, arguments)], **settings)
 
 
 def lowest_torch():
@@ -101,9 +100,8 @@ def check(place, folder, with_tests):
     done = place.run("-m", "woodbury", "--version", cwd=folder)
     has_extra = place.run("-c", "import typer", cwd=folder).returncode == 0
     last = done.stderr.strip().rpartition("\n")[2]  # torch may have warned that there is no numpy
-    if not (
-        done.stdout.startswith(f"woodbury {version}") if has_extra else done.returncode and last == NEEDS_EXTRA
-    ):
+    right = done.stdout.startswith(f"woodbury {version}") if has_extra else done.returncode and last == NEEDS_EXTRA
+    if not right:
         faults.append(f"python -m woodbury --version: {done.stdout}{done.stderr}")
     if with_tests:
         pip(place.python, "install", *FOR_TESTS)

@@ -117,16 +117,8 @@ class Command(Job):
     growing = "digits-*/*-seed3/records.jsonl"
 
     def call(self, out):
-        options = ["--epochs", EPOCHS, "--batch-size", BATCH, "--seed", 3, "--out", out]
-        return [
-            train_by_command,
-            "train",
-            "digits",
-            "--optimizer",
-            self.name,
-            *options,
-            "--resume",
-        ]  # or it begins
+        options = ["--epochs", EPOCHS, "--batch-size", BATCH, "--seed", 3, "--out", out, "--resume"]
+        return [train_by_command, "train", "digits", "--optimizer", self.name, *options]
 
     def faults_after_kill(self, out):
         records = {path: self.records(path) for path in out.glob(self.growing)}
@@ -260,11 +252,9 @@ def main(arguments=None):
             counts, faults = soak(kills, makes, draw, Path(root))
         print(file=sys.stderr)
         shown = ", ".join(f"{number} {name}" for name, number in counts.items())
-        print(
-            f"{shown}; {time.monotonic() - started:.0f} s: {'FAULTS' if faults else 'all equal'}",
-            *faults,
-            sep="\n",
-        )
+        shown = ", ".join(f"{number} {name}" for name, number in counts.items())
+        seconds = time.monotonic() - started
+        print(f"{shown}; {seconds:.0f} s: {'FAULTS' if faults else 'all equal'}", *faults, sep="\n")
         status = 1 if faults else status
     return status
 
