@@ -41,9 +41,8 @@ def network(*between, seed=0):
 
 
 def loader(generator=None, sampler=None, size=10):
-    return DataLoader(
-        TensorDataset(*smooth()), size, shuffle=sampler is None, generator=generator, sampler=sampler
-    )
+    data = TensorDataset(*smooth())
+    return DataLoader(data, size, shuffle=sampler is None, generator=generator, sampler=sampler)
 
 
 def batches():
@@ -306,11 +305,8 @@ def undisturbed(kind):
     return interrupted(kind, "nowhere", 0)[0]
 
 
-PLACES = {
-    "pair": ("training", "evaluation", "callback"),
-    "loader": ("training", "evaluation", "callback", "loader", "validation loader"),
-    "sampler": ("training", "evaluation", "callback", "sampler"),
-}
+ALWAYS = ("training", "evaluation", "callback")
+PLACES = {"pair": ALWAYS, "loader": (*ALWAYS, "loader", "validation loader"), "sampler": (*ALWAYS, "sampler")}
 
 
 @pytest.mark.parametrize(

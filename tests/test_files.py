@@ -191,7 +191,7 @@ def test_a_changed_value_of_a_configuration_is_noticed_and_other_spacing_is_not(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "null", "5", "[" * 100_000, "\ufeff{}", f'{{"format": {FORMAT}}}', "\0" * 99, "[]"]
+    "content", ["", "null", "5", "[" * 10**5, "\ufeff{}", f'{{"format": {FORMAT}}}', "\0" * 9, "[]"]
 )
 def test_a_file_that_is_no_file_of_a_run_is_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
@@ -320,8 +320,7 @@ def test_two_processes_with_the_same_command_end_bit_identically(tmp_path):
     forked = processes.run_alone(processes.command, *arguments, tmp_path / "first", OMP_NUM_THREADS=1)
     assert forked.returncode == 0, forked.stderr
     command, environment = [sys.executable, "-m", "woodbury"], {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, *arguments, str(tmp_path / "second")], check=True, capture_output=True, env=environment
-    )
+    command = [*command, *arguments, str(tmp_path / "second")]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     first, second = (tmp_path / name / "digits-1" / "smw-gn-seed5" for name in ("first", "second"))
     assert_same_end(first, second)

@@ -296,10 +296,8 @@ def test_what_changes_the_numbers_is_seen_by_a_recording(change, monkeypatch):
     inputs = torch.randn(8, 4, device="cuda", dtype=torch.float64)
     targets = torch.randint(3, (8,), device="cuda")
     settings = {"seed": 0, "curvature_samples": 5}
-    ordinary, replaying = (
-        woodbury.GaussNewton(model, nn.CrossEntropyLoss(), capture=capture, **settings)
-        for model, capture in zip(models, (False, True), strict=True)
-    )
+    ordinary = woodbury.GaussNewton(models[0], nn.CrossEntropyLoss(), capture=False, **settings)
+    replaying = woodbury.GaussNewton(models[1], nn.CrossEntropyLoss(), capture=True, **settings)
     for _ in range(5):
         assert ordinary.step(inputs, targets).as_dict() == replaying.step(inputs, targets).as_dict()
     assert is_recorded(replaying)
@@ -411,8 +409,7 @@ def test_orders_drawn_ahead_are_those_drawn_one_at_a_time():
         order, expected = torch.randperm(count, generator=generator), generator.get_state()
         again, _ = ahead.draw(count, state, device)  # `direction` draws what the next step will draw
         drawn, state = ahead.draw(count, state, device)
-        assert torch.equal(drawn.cpu(), order) and torch.equal(again, drawn)
-        assert torch.equal(state, expected)
+        assert torch.equal(drawn.cpu(), order) and torch.equal(again, drawn) and torch.equal(state, expected)
         if index == 20:  # a state loaded into the same memory
             state.copy_(_random.new_state(4))
             expected = state.clone()
@@ -552,9 +549,8 @@ def test_a_loop_of_ones_own_takes_the_same_steps(name, how):
 
 def fitted_equation(function, steps=12, points="by residual"):
     model = problems.network(2, 8, 8, 1).cuda()
-    equation = woodbury.Equations(
-        inside=(lambda count: torch.rand(count, 2, dtype=torch.float64, device="cuda"), function)
-    )
+    draw = lambda count: torch.rand(count, 2, dtype=torch.float64, device="cuda")  # noqa: E731
+    equation = woodbury.Equations(inside=(draw, function))
     return woodbury.fit(model, equation, steps=steps, samples=64, seed=0, points=points, progress=False)
 
 

@@ -101,8 +101,7 @@ def test_a_loss_that_runs_away_gives_one_warning_that_names_ways_out():
 @pytest.mark.parametrize("solver", ["cholesky", "cg"])
 @pytest.mark.parametrize("name", ["softmax", "squared"])
 def test_relative_damping_is_in_units_of_the_trace_of_the_gram_matrix(optimizer, solver, name):
-    problem = problems.make(name, torch.float64)
-    model, loss, inputs, targets = problem.model, problem.loss, problem.inputs, problem.targets
+    model, loss, inputs, targets = problems.make(name, torch.float64)
     kind = "gauss-newton" if optimizer is woodbury.GaussNewton else "empirical"
     trace = woodbury.rows(model, loss, inputs, targets, curvature=kind).gram().trace().item()
     policy = woodbury.LevenbergMarquardt(initial=0.05, floor=0.01, relative=True)
@@ -119,10 +118,8 @@ def test_relative_damping_is_in_units_of_the_trace_of_the_gram_matrix(optimizer,
 
 
 def test_the_scale_forgets_slowly():
-    assert next_scale(2.0, None) == 2.0
-    assert next_scale(2.0, 1.0) == 2.0
-    assert next_scale(0.1, 2.0) == FORGETTING * 2.0
-    assert next_scale(0.0, None) == 1.0
+    assert next_scale(2.0, None) == 2.0 and next_scale(2.0, 1.0) == 2.0
+    assert next_scale(0.1, 2.0) == FORGETTING * 2.0 and next_scale(0.0, None) == 1.0
 
 
 def test_targets_in_other_units_leave_relative_steps_alike():

@@ -95,9 +95,8 @@ def of_six_alone(m, x):
 def test_a_model_that_takes_no_part_of_a_batch_is_refused_subsampling_only():
     optimizer = woodbury.GaussNewton(network_of(of_six_alone).double(), nn.MSELoss(), damping=0.1)
     assert optimizer.step(batch(3)).accepted
-    with pytest.raises(
-        ValueError, match=r"cannot be run on 2 of 6 samples \(six, please\).*curvature_samples=None"
-    ):
+    message = r"cannot be run on 2 of 6 samples \(six, please\).*curvature_samples=None"
+    with pytest.raises(ValueError, match=message):
         optimizer.step(batch(3), subset=[1, 4])
 
 
@@ -173,9 +172,8 @@ def test_objects_whose_samples_cannot_be_chosen_are_refused_for_part_of_a_batch_
 def test_tensors_of_which_it_cannot_be_told_whether_there_is_one_per_sample_are_refused():
     model = network_of(scaled).double()
     graphs = [torch.zeros(count) for count in (3, 4, N, 2, 5, 1)]
-    optimizer = woodbury.GaussNewton(
-        model, nn.MSELoss(), forward=lambda m, b: m({"x": b["x"], "weights": [len(g) for g in b["graphs"]]})
-    )
+    by_length = lambda m, b: m({"x": b["x"], "weights": [len(g) for g in b["graphs"]]})  # noqa: E731
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), forward=by_length)
     with pytest.raises(ValueError, match=r"inputs\['graphs'\] holds 6 tensors for 6 samples.*Pad and stack"):
         optimizer.step({"x": batch(3), "graphs": graphs})
     graphs[2] = torch.zeros(7)
@@ -278,9 +276,8 @@ class SharesOfTheMean:
 
 def test_a_small_share_of_other_samples_is_refused_at_the_first_step_even_at_a_solution():
     model = network()
-    woodbury.fit(
-        model, nn.MSELoss(), (points(), None), forward=SharesOfTheMean(0.0), tolerance=1e-20, progress=False
-    )
+    solved = {"forward": SharesOfTheMean(0.0), "tolerance": 1e-20, "progress": False}
+    woodbury.fit(model, nn.MSELoss(), (points(), None), **solved)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), forward=SharesOfTheMean(1e-5))
     with pytest.raises(ValueError, match=MIXED):
         optimizer.step(points(), None)

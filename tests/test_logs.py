@@ -72,9 +72,8 @@ def test_a_log_records_the_steps_and_epochs_of_training():
     model, x, y = problem()
     loader = DataLoader(TensorDataset(x, y), batch_size=20)
     log = ListLog()
-    fit = woodbury.fit(
-        model, torch.nn.MSELoss(), loader, epochs=3, validation=(x, y), progress=False, record=log, seed=0
-    )
+    settings = {"epochs": 3, "validation": (x, y), "progress": False, "record": log, "seed": 0}
+    fit = woodbury.fit(model, torch.nn.MSELoss(), loader, **settings)
     epochs = [numbers for _, numbers in log.written if "epoch/epoch" in numbers]
     assert [numbers["epoch/train_loss"] for numbers in epochs] == [entry["loss"] for entry in fit.history]
     assert [numbers["epoch/test_loss"] for numbers in epochs] == [entry["validation"] for entry in fit.history]
@@ -90,9 +89,8 @@ def test_tensorboard_shows_the_numbers_of_the_steps(tmp_path):
     with TensorBoard(tmp_path) as log:
         expected = train(log)
     events = EventAccumulator(str(tmp_path)).Reload()
-    shown = {
-        name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]
-    }
+    names = events.Tags()["scalars"]
+    shown = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
     wanted = {}
     for step, numbers in expected:
         for name, value in numbers.items():

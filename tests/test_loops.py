@@ -162,9 +162,8 @@ def new_targets(change):
 
 
 def module_hook(loop):
-    handle = loop.model[0].register_full_backward_hook(
-        lambda m, given, got: tuple(2 * g for g in given if g is not None)
-    )
+    twice = lambda m, given, got: tuple(2 * g for g in given if g is not None)  # noqa: E731
+    handle = loop.model[0].register_full_backward_hook(twice)
     loop.inputs = loop.inputs.clone().requires_grad_()
     handle2 = loop.model[2].register_full_backward_hook(lambda m, given, got: (2 * given[0],))
     plain(loop)
@@ -183,7 +182,7 @@ REFUSED = {
     "targets changed by NumPy": new_targets(lambda t: t.numpy().__iadd__(1)),
     "hook on modules": module_hook,
 }
-HOW = ["watch", "closure"]
+HOW, DTYPES = ["watch", "closure"], [torch.float32, torch.float64]
 every_how = pytest.mark.parametrize("how", HOW)
 
 
@@ -306,13 +305,7 @@ def test_a_compiled_loss_function_runs_as_written_or_is_named(fullgraph, how):
         check_dense(*expected, loop.model)
 
 
-@every_pair(
-    largest=[1e9, 0.01, 0.0012],
-    scale=[1.0, 512.0, 1000.0],
-    dtype=[torch.float32, torch.float64],
-    since=[1, 3],
-    how=HOW,
-)
+@every_pair(largest=[1e9, 0.01, 0.0012], scale=[1.0, 512.0, 1000.0], dtype=DTYPES, since=[1, 3], how=HOW)
 def test_clipping_that_binds_warns_and_the_step_is_that_of_the_loss(largest, scale, dtype, since, how):
     """With a gradient scaler, too, which has taken back its scale before."""
     loop = Loop(how, dtype=dtype)
@@ -379,7 +372,7 @@ def test_every_method_believes_the_gradients(method, how):
         loop.step(after_backward(change_parameters))
 
 
-@every_pair(dtype=[torch.float32, torch.float64], scale=[1e-6, 1.0, 1e6], how=HOW)
+@every_pair(dtype=DTYPES, scale=[1e-6, 1.0, 1e6], how=HOW)
 def test_no_false_alarm_near_a_minimum(dtype, scale, how):
     """Where the gradients of samples cancel, and residuals are differences of nearly equal numbers."""
     loop = Loop(how, dtype=dtype, damping=1e-3 * scale**2)
@@ -408,9 +401,8 @@ def of_rows(model, inputs, targets, criterion):
 def of_posterior(model, inputs, targets, criterion):
     found = woodbury.posterior(model, criterion, inputs, targets)
     new_inputs, new_targets = inputs + 1, 1 - targets
-    return lambda: torch.cat(
-        [found.variance(new_inputs).flatten(), found.influence(new_inputs, new_targets).flatten()]
-    )
+    results = lambda: (found.variance(new_inputs), found.influence(new_inputs, new_targets))  # noqa: E731
+    return lambda: reference.flat(results())
 
 
 def of_next_step(model, inputs, targets, criterion):

@@ -94,9 +94,8 @@ def build(kind, problem, *several, **settings):
 
 def dense(kind, problem, subset, damping, blocks=None, **options):
     """p, B and g by plain autograd."""
-    batch = problem.model, problem.loss, problem.inputs, problem.targets
     blocks = blocks or arguments(kind).get("blocks", method(kind).blocks)
-    return reference.dense_direction(*batch, subset, damping, method(kind).curvature, blocks, **options)
+    return reference.dense_direction(*problem, subset, damping, method(kind).curvature, blocks, **options)
 
 
 def bound(kind, B, damping, steps=1):
@@ -107,9 +106,8 @@ def bound(kind, B, damping, steps=1):
 def check_verify(kind, optimizer, inputs, targets=None, subset=None):
     """The residual is rounding, and what an iteration leaves; lmax of m of n samples is n / m of all at most."""
     options = {"curvature": method(kind).curvature, "forward": optimizer.forward}
-    whole = bounds.of_step(
-        optimizer.model, optimizer.loss, inputs, targets, optimizer.current_damping, steps=2, **options
-    )
+    model, damping = optimizer.model, optimizer.current_damping
+    whole = bounds.of_step(model, optimizer.loss, inputs, targets, damping, steps=2, **options)
     residual = optimizer.verify(inputs, targets, subset=subset)
     assert residual <= 10 * method(kind).tolerance + len(inputs) * whole
 
@@ -156,9 +154,8 @@ def test_a_step_reports_0_dim_tensors_and_they_are_kept(kind, dtype):
     before = problem.loss(problem.model(problem.inputs), problem.targets).detach()
     info = optimizer.step(problem.inputs, problem.targets)
     assert isinstance(info, woodbury.StepInfo) and optimizer.last is info
-    assert all(
-        isinstance(getattr(info, name), torch.Tensor) and getattr(info, name).dim() == 0 for name in NUMBERS
-    )
+    numbers = [getattr(info, name) for name in NUMBERS]
+    assert all(isinstance(number, torch.Tensor) and number.dim() == 0 for number in numbers)
     assert tuple(info.as_dict()) == NUMBERS and info.accepted.dtype == torch.bool and info.accepted
     for name, value in info.as_dict().items():
         assert value == getattr(info, name).item() or math.isnan(value), name
@@ -252,9 +249,8 @@ def test_p_its_norm_the_predicted_decrease_and_rho_are_those_of_dense_matrices(
         torch.testing.assert_close(info.damping.item(), 0.2)
         torch.testing.assert_close(info.predicted, predicted, **close)
         torch.testing.assert_close(info.step_norm, p.norm(), rtol=error, atol=0)
-        torch.testing.assert_close(
-            info.ratio, actual / predicted if predicted > 0 else torch.tensor(-INF).double()
-        )
+        ratio = actual / predicted if predicted > 0 else torch.tensor(-INF).double()
+        torch.testing.assert_close(info.ratio, ratio)
         assert reference.relative_error(theta_of(problem.model) - theta, 0.3 * p) <= 2 * error
 
 
@@ -282,7 +278,7 @@ def test_a_p_that_does_not_solve_the_system_shows_in_verify_and_is_judged_by_the
 def test_p_tends_to_the_scaled_gradient_for_large_damping(kind):
     problem = problems.make("softmax")
     p = build(kind, problem, TIGHT, damping=1e9).direction(problem.inputs, problem.targets)
-    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    g = reference.gradient(*problem)
     # damping split over two Kronecker factors leaves a term of the order 1 / sqrt(damping)
     assert reference.relative_error(1e9 * flatten(p), -g) < (1e-8 if method(kind).solves else 1e-3)
 
@@ -387,16 +383,13 @@ def test_copies_and_saved_states_go_on_identically_and_apart(kind, how):
 # -- settings, read at every step ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind, name, value",
-    [
-        (kind, name, value)
-        for kind in OPTIMIZERS
-        for name, value in taken(kind, {"lr": 0.3, "weight_decay": 0.2, "momentum": 0.6}).items()
-    ],
-)
-def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name, value):
+IN_GROUPS = {"lr": 0.3, "weight_decay": 0.2, "momentum": 0.6}
+
+
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in OPTIMIZERS for name in taken(kind, IN_GROUPS)])
+def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name):
     """A decay may be a tensor, and change there."""
+    value = IN_GROUPS[name]
     built, changed, held = (problems.make("softmax") for _ in range(3))
     optimizers = build(kind, built, **{name: value}), build(kind, changed), build(kind, held)
     is_decay = name == "weight_decay" and kind in SECOND_ORDER
@@ -422,9 +415,8 @@ def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name
 def test_groups_have_their_own_lr_and_weight_decay_in_the_one_system(kind, subset):
     """An lr may be a tensor."""
     problem = problems.make("softmax")
-    weights, biases = (
-        [p for n, p in problem.model.named_parameters() if n.endswith(w)] for w in ("weight", "bias")
-    )
+    named = list(problem.model.named_parameters())
+    weights, biases = ([p for name, p in named if name.endswith(kind)] for kind in ("weight", "bias"))
     groups = [{"params": weights, "weight_decay": 0.3}, {"params": biases, "lr": torch.tensor(0.5).double()}]
     optimizer = build(kind, problem, TIGHT, damping=0.05, params=groups)
     decay = {n: torch.full_like(p, 0.3 * n.endswith("weight")) for n, p in problem.model.named_parameters()}
@@ -545,8 +537,7 @@ def test_accept_threshold_keeps_theta_where_the_model_failed(kind):
     for accept in (eta - 1e-3, eta + 1e-3):  # rho >= eta is the rule
         again = problems.make("softmax")
         info = build(kind, again, damping=10.0, accept=accept).step(again.inputs, again.targets)
-        assert info.ratio.item() == pytest.approx(eta)
-        assert bool(info.accepted) == (accept < eta)
+        assert info.ratio.item() == pytest.approx(eta) and bool(info.accepted) == (accept < eta)
         assert torch.equal(again.model[0].weight, before) == (accept > eta)
 
 
@@ -561,8 +552,7 @@ def test_a_predicted_increase_is_never_a_good_step(kind, accept):
     optimizer.state["momentum"] = {name: -50 * value for name, value in g.items()}  # uphill
     with unchanged(problem.model) if accept is not None else nullcontext():
         info = optimizer.step(problem.inputs, problem.targets)
-    assert info.predicted < 0 and info.ratio == -torch.inf
-    assert bool(info.accepted) == (accept is None)
+    assert info.predicted < 0 and info.ratio == -torch.inf and bool(info.accepted) == (accept is None)
     if accept is not None:
         assert all(value.abs().max() == 0 for value in optimizer.state["momentum"].values())
         assert optimizer.step(problem.inputs, problem.targets).accepted  # and it does not get stuck
@@ -601,9 +591,8 @@ def test_curvature_samples_says_how_many_are_drawn(kind):
     for wanted, expected in ((None, 4), (3, 3), (0.6, 2), (1.0, 4), (0.01, 1), (4, 4)):
         p = flatten(build(kind, problem, curvature_samples=wanted, damping=0.1).direction(*batch))
         errors = {count: min(reference.relative_error(p, q) for q in some) for count, some in possible.items()}
-        same = method(kind).tolerance + bounds.of_step(
-            problem.model, problem.loss, *batch, 0.1 / 4, curvature=method(kind).curvature
-        )
+        rounding = bounds.of_step(problem.model, problem.loss, *batch, 0.1 / 4, curvature=method(kind).curvature)
+        same = method(kind).tolerance + rounding
         assert [count for count, error in errors.items() if error <= same] == [expected]
 
 
@@ -869,11 +858,8 @@ def test_autocast_runs_the_model_in_bfloat16_and_solves_in_float32(kind, name):
     exact = build(kind, problem, damping=0.1)
     cast = build(kind, problem, damping=0.1, autocast=torch.bfloat16)
     seen = []
-    hooks = [
-        module.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
-        for module in problem.model.modules()
-        if isinstance(module, nn.Linear)
-    ]
+    layers = [own for own in problem.model.modules() if isinstance(own, nn.Linear)]
+    hooks = [own.register_forward_hook(lambda *args: seen.append(args[-1].dtype)) for own in layers]
     p, q = (flatten(one.direction(problem.inputs, problem.targets)) for one in (exact, cast))
     for hook in hooks:
         hook.remove()

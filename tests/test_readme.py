@@ -71,9 +71,8 @@ def test_code_for_other_libraries_runs(library, tmp_path, monkeypatch):
     pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     page = README.parent / "docs" / "doors.md"
-    (example,) = [
-        block for block in blocks(page, "py") if re.search(rf"^import .*\b{library}\b", block, re.MULTILINE)
-    ]
+    imported = re.compile(rf"^import .*\b{library}\b", re.MULTILINE)
+    (example,) = [block for block in blocks(page, "py") if imported.search(block)]
     with torch.random.fork_rng():
         exec(compile(example, f"{page.name}, {library}", "exec"), {"__name__": "__main__"})
 
@@ -82,9 +81,8 @@ def test_no_code_is_left_out():
     """A fenced block is marked as what some test runs; commands are indented."""
     for page in PAGES:
         fences = re.findall(r"^ *```(\S*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        assert set(fences) <= ({"", "py", "python"} if page.name in BY_THEIR_OWN_TESTS else {"", "python"}), (
-            page.name
-        )
+        marks = {"", "py", "python"} if page.name in BY_THEIR_OWN_TESTS else {"", "python"}
+        assert set(fences) <= marks, page.name
         assert len(fences) == 2 * sum(len(blocks(page, mark)) for mark in ("py", "python")), page.name
 
 

@@ -39,8 +39,7 @@ def assert_refused(folder, message, **asked):
     before = contents(folder)
     with pytest.raises(RunFolderError, match=message) as raised:
         woodbury.Recorder(folder, **asked)
-    assert str(folder) in str(raised.value)
-    assert contents(folder) == before
+    assert str(folder) in str(raised.value) and contents(folder) == before
 
 
 def problem(seed):
@@ -82,8 +81,7 @@ def test_what_a_loop_records_is_read_back(method, tmp_path):
     (run,) = load([tmp_path / "run"])
     config = run.config
     assert (config.dataset, config.optimizer, config.seed, config.recorded) == ("waves", method, 3, True)
-    assert config.settings == {"lr": 0.01}
-    assert config.versions["torch"] == torch.__version__
+    assert config.settings == {"lr": 0.01} and config.versions["torch"] == torch.__version__
     assert [record["step"] for record in run.steps] == list(range(1, EPOCHS * BATCHES + 1))
     assert [record["epoch"] for record in run.steps] == [1 + step // BATCHES for step in range(EPOCHS * BATCHES)]
     for record, told in zip(run.steps, steps, strict=True):
@@ -384,8 +382,7 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
     middles = [median(told["newton", seed][epoch]["train_loss"] for seed in range(2)) for epoch in range(EPOCHS)]
     assert own["train_loss"]["middle"] == pytest.approx(middles, rel=1e-4)  # five digits
     assert own["train_loss"]["epochs"] == [1, 2, 3] and "test loss" not in section["ends"]["columns"]
-    assert own["damping"]["epochs"][-1] == EPOCHS
-    assert dict(section["facts"])["batch"] == "60 samples"
+    assert own["damping"]["epochs"][-1] == EPOCHS and dict(section["facts"])["batch"] == "60 samples"
     assert "of a recorded loop all but its pauses." in section["note"]
     assert report.draw(runs).get_suptitle().startswith("waves: network 4-3-2, batches of 60")
 

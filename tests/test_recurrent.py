@@ -18,12 +18,8 @@ from woodbury.layers.maps import recurrent_forward
 
 N, LENGTH, FEATURES, WIDTH = 5, 3, 4, 3
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "relu": partial(nn.RNN, nonlinearity="relu")}
-CELLS = {
-    "lstm": nn.LSTMCell,
-    "gru": nn.GRUCell,
-    "rnn": nn.RNNCell,
-    "relu": partial(nn.RNNCell, nonlinearity="relu"),
-}
+CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell}
+CELLS["relu"] = partial(nn.RNNCell, nonlinearity="relu")
 
 
 class Reader(nn.Module):
@@ -100,9 +96,8 @@ def test_a_pass_by_steps_gives_what_torch_gives(kind, layers, both_ways, first, 
     """Masks too. An entry is a sum of a few terms of size 1, carried through all steps and layers."""
     if layers == 1:
         dropout = 0.0
-    layer = LAYERS[kind](
-        FEATURES, WIDTH, num_layers=layers, bidirectional=both_ways, batch_first=first, dropout=dropout
-    ).double()
+    options = {"num_layers": layers, "bidirectional": both_ways, "batch_first": first, "dropout": dropout}
+    layer = LAYERS[kind](FEATURES, WIDTH, **options).double()
     inputs = batch()[0]
     for given in (inputs if first else inputs.transpose(0, 1), torch.randn(7, 6, FEATURES, dtype=torch.float64)):
         torch.manual_seed(1)

@@ -112,8 +112,7 @@ def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_wor
     assert (newton["test error"], newton["seeds"]) == ("2.00 %", "3")
     assert (newton["damping"], newton["ms / step"]) == ("0.656", "125")  # 0.9^4, and 0.5 s for four steps
     assert (sgd["train loss"], sgd["test error"], sgd["best test error"]) == ("0.700", "30.00 %", "20.00 %")
-    assert sgd["damping"] == "–"
-    assert (adam["train loss"], adam["seeds"]) == ("diverged", "3")
+    assert sgd["damping"] == "–" and (adam["train loss"], adam["seeds"]) == ("diverged", "3")
     curve = curves_of(tmp_path, "adam")["train_loss"]
     assert (curve["low"][-1], curve["middle"][-1], curve["high"][-1]) == (0.1, None, None)
 
@@ -123,14 +122,9 @@ def test_damping_and_ratio_are_drawn_over_epochs(tmp_path):
     ratios = generator.normal(0.5, 1.0, size=(3, 80))
     dampings = generator.uniform(0.1, 1, size=(3, 80))
     for seed in range(3):
-        write_run(
-            tmp_path / f"{seed}",
-            seed=seed,
-            losses=[2.0, 1.0, 0.5],
-            steps_per_epoch=40,
-            dampings=dampings[seed].tolist(),
-            ratios=[*ratios[seed, :-1].tolist(), None],  # -inf is null in a record
-        )
+        settings = {"losses": [2.0, 1.0, 0.5], "steps_per_epoch": 40, "dampings": dampings[seed].tolist()}
+        of_steps = [*ratios[seed, :-1].tolist(), None]  # -inf is null in a record
+        write_run(tmp_path / f"{seed}", seed=seed, ratios=of_steps, **settings)
     curves = curves_of(tmp_path)
     assert curves["damping"]["epochs"] == pytest.approx(np.arange(1, 81) / 40)
     assert curves["damping"]["middle"] == pytest.approx(np.median(dampings, axis=0), rel=1e-4)
@@ -179,8 +173,7 @@ def test_runs_are_found_one_and_two_levels_down_and_counted_once(tmp_path):
     fresh = write_run(runs / "fresh", seed=1)
     (fresh / "records.jsonl").write_text("")  # no result yet: left out
     assert len(report.load([runs / "digits-1" / "sgd-seed0"])) == 1
-    assert len(report.load([runs / "digits-1"])) == 2
-    assert len(report.load([runs])) == 3
+    assert len(report.load([runs / "digits-1"])) == 2 and len(report.load([runs])) == 3
     assert len(report.load([runs, runs / "digits-1", runs / ".." / "runs" / "adam-seed0"])) == 3
 
 
@@ -191,9 +184,8 @@ def test_optimizers_have_one_order_and_one_look_in_every_report(tmp_path):
             write_run(tmp_path / "runs" / f"{index}-{seed}", name, seed=seed)
     runs = report.load([tmp_path / "runs"])
     ordered = ["smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac", "sgd", "adam", "alpha", "zeta"]
-    assert [(run.config.optimizer, run.config.seed) for run in runs] == [
-        (name, s) for name in ordered for s in (0, 1)
-    ]
+    found = [(run.config.optimizer, run.config.seed) for run in runs]
+    assert found == [(name, s) for name in ordered for s in (0, 1)]
     looks = {group.label: group.look for group in groups_of(runs)}
     assert len(set(looks.values())) == len(ordered)
     for group in groups_of([run for run in runs if run.config.optimizer in ("adam", "hf")]):
@@ -233,16 +225,12 @@ def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path):
     (tmp_path / "note.txt").write_text("not JSON")
     fresh = write_run(tmp_path / "fresh")
     (fresh / "records.jsonl").unlink()
-    for path, message in {
-        tmp_path / "absent": "does not exist",
-        tmp_path / "empty": "holds no run folders",
-        tmp_path / "note.txt": "holds no run folders",
-        fresh: "no run has a result yet",
-    }.items():
+    messages = {"absent": "does not exist", "empty": "holds no run folders", "note.txt": "holds no run folders"}
+    for name, message in {**messages, "fresh": "no run has a result yet"}.items():
+        path = tmp_path / name
         with pytest.raises(RunFolderError, match=message) as raised:
             report.load([path])
-        assert str(path) in str(raised.value)
-        assert "\n" not in str(raised.value)
+        assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
 # -- writing
@@ -257,8 +245,7 @@ def test_write_leaves_a_figure_and_a_page_in_its_folder_the_same_every_time(tmp_
     page, figure = report.write(runs, out)
     before = contents(out)
     assert [page.name, figure.name] == ["report.html", "..%2fmnist.png"] == sorted(before, reverse=True)
-    assert before["report.html"].decode() == report.html(runs)
-    assert before[figure.name].startswith(b"\x89PNG")
+    assert before["report.html"].decode() == report.html(runs) and before[figure.name].startswith(b"\x89PNG")
     report.write(runs, out)
     with pytest.raises(OSError):
         report.write(runs, page / "out")
@@ -270,8 +257,7 @@ def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path):
     folder = write_run(tmp_path, losses=[2.0] + 10 * [1.0], steps_per_epoch=1000, dampings=dampings)
     curve = curves_of(folder)["damping"]
     steps = np.round(1000 * np.array(curve["epochs"]))
-    assert (steps[0], steps[-1]) == (1, 10_000) and 200 <= len(steps) <= 300
-    assert set(np.diff(steps)) <= {40, 41}
+    assert (steps[0], steps[-1]) == (1, 10_000) and 200 <= len(steps) <= 300 and set(np.diff(steps)) <= {40, 41}
     assert curve["middle"] == pytest.approx([dampings[int(step) - 1] for step in steps], rel=1e-4)
 
 
@@ -328,7 +314,7 @@ def test_axes_are_logarithmic_where_they_can_and_have_a_place_for_zero(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "start, end", [(2.33, 1.24), (0.9, 0.5), (0.07, 0.06), (140.0, 130.0), (1e-5, 1e-9), (3e7, 2e3)]
+    "start, end", [(2.33, 1.24), (0.9, 0.5), (0.07, 0.06), (140, 130), (1e-5, 1e-9), (3e7, 2e3)]
 )
 def test_a_logarithmic_axis_has_enough_labels(tmp_path, start, end):
     write_run(tmp_path / "a", losses=[start, end])
@@ -358,8 +344,7 @@ def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(tmp_p
 def test_neither_a_high_start_nor_a_diverging_run_squeezes_the_curves(tmp_path):
     write_run(tmp_path / "start", losses=[2.0, 1.0, 0.1, 0.01], errors=[0.9, 0.05, 0.03, 0.02])
     panels = panels_of(tmp_path / "start")
-    assert 5 < panels["test_error"].y["log"].high < 10
-    assert panels["train_loss"].y["log"].high > 2
+    assert 5 < panels["test_error"].y["log"].high < 10 and panels["train_loss"].y["log"].high > 2
     write_run(tmp_path / "diverging" / "a", losses=[2.0, 1.0, 0.5, 0.2])
     write_run(tmp_path / "diverging" / "b", "sgd", losses=[2.0, 1e3, 1e30, None])
     assert panels_of(tmp_path / "diverging")["train_loss"].y["log"].high < 100

@@ -168,10 +168,8 @@ def test_derivatives_along_a_parameter_that_the_function_holds_by_itself():
     torch.manual_seed(0)
     rate = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
     model, inputs = Parts(net=problems.mlp(2, 4, 1).double(), rate=rate), torch.randn(6, 2, dtype=torch.float64)
-    for function, reaches in (
-        (lambda m, x: rate.square() * m.net(x), False),
-        (lambda m, x: m.rate**2 * m.net(x), True),
-    ):
+    functions = (lambda m, x: rate.square() * m.net(x), False), (lambda m, x: m.rate**2 * m.net(x), True)
+    for function, reaches in functions:
         plan = plan_layers(model, dict(model.named_parameters()), True)
         captured = capture(plan, function, inputs, 6)
         along = {name: torch.zeros_like(own) for name, own in model.named_parameters()}
@@ -314,12 +312,10 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     Returns the number of corrections.
     """
     blocks, metric = settings.get("blocks", "full"), settings.get("metric")
-    p, bend, c, corrected, bound, s = dense_path(
-        problem, MILD, held_out, decay, subset, blocks, forward, metric, depth
-    )
-    optimizer = woodbury.GaussNewton(
-        problem.model, problem.loss, search=MILD, weight_decay=decay, forward=forward, **settings
-    )
+    dense = dense_path(problem, MILD, held_out, decay, subset, blocks, forward, metric, depth)
+    p, bend, c, corrected, bound, s = dense
+    settings |= {"search": MILD, "weight_decay": decay, "forward": forward}
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, **settings)
     if depth:
         optimizer.state["search"] = dataclasses.asdict(Memory(depth=depth))
     arguments = {"held_out": held_out, "subset": subset}
@@ -367,9 +363,8 @@ def test_corrected_points_are_those_of_the_dense_formula_and_lower(monkeypatch):
         held_out = reference.chosen(problem.inputs, some), problem.targets[some]
         corrections.append(check_against_dense(problem, held_out=held_out, **changes))
         decay, subset = changes.get("decay", 0.0), changes.get("subset")
-        optimizer = woodbury.GaussNewton(
-            other.model, other.loss, search=MILD, weight_decay=decay, metric=changes.get("metric")
-        )
+        settings = {"search": MILD, "weight_decay": decay, "metric": changes.get("metric")}
+        optimizer = woodbury.GaussNewton(other.model, other.loss, **settings)
         optimizer.state["search"] = dataclasses.asdict(Memory(depth=changes.get("depth", 0)))
         with monkeypatch.context() as patched:
             patched.setattr(curved, "CORRECTIONS", 0)
@@ -399,8 +394,7 @@ def test_corrections_that_leave_the_domain_of_a_model_are_left_out(monkeypatch):
     batch = inputs, -2 - inputs.sum(1, keepdim=True)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
     losses = [optimizer.step(*batch, held_out=batch).loss.item() for _ in range(8)]
-    assert all(after <= before for before, after in pairwise(losses))
-    assert set(finite) == {True, False}
+    assert all(after <= before for before, after in pairwise(losses)) and set(finite) == {True, False}
 
 
 def objective(problem, data, decay):
@@ -602,10 +596,8 @@ def test_after_steps_that_gain_nothing_one_goes_along_a_single_rung():
     optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD)
     optimizer.state["search"] = {"length": 2.0**-12, "dull": 3}
     direction = reference.flat(optimizer.direction(problem.inputs, problem.targets).values())
-    B = reference.curvature_matrix(
-        reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets), "gauss-newton"
-    )
-    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    B = reference.curvature_matrix(reference.per_sample(*problem), "gauss-newton")
+    g = reference.gradient(*problem)
     eye = torch.eye(len(g), dtype=g.dtype)
     ladder = [torch.linalg.solve(B + r * B.trace() * eye, -g) for r in MILD.rungs]
     points = [length * p for p in ladder for length in (1, 1 / 4, 1 / 16, 1 / 64)]
@@ -621,9 +613,8 @@ def test_targets_out_of_scale_move_one_layer_first():
     problem.targets = 1e4 * problem.targets
     optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=woodbury.CurvedSearch())
     direction = optimizer.direction(problem.inputs, problem.targets)
-    samples = reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets)
-    B = reference.curvature_matrix(samples, "gauss-newton")
-    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    B = reference.curvature_matrix(reference.per_sample(*problem), "gauss-newton")
+    g = reference.gradient(*problem)
     last = torch.cat([torch.full((own.numel(),), name.startswith("2.")) for name, own in direction.items()])
     block, damping, expected = B[last][:, last], 1e-6 * B.trace(), torch.zeros_like(g)
     expected[last] = torch.linalg.solve(block + damping * torch.eye(len(block), dtype=B.dtype), -g[last])

@@ -121,9 +121,9 @@ def pairs(a, b, o, bias):
     return Parts(run, pair=nn.Bilinear(a, b, o, bias=bias), head=nn.Linear(o, CLASSES))
 
 
-def repeated(layer, calls):
+def repeated(make, calls):
     """A layer applied several times, each time to what it gave before."""
-    return nn.Sequential(*[layer, nn.Tanh()] * calls, nn.Flatten(), nn.LazyLinear(CLASSES))
+    return nn.Sequential(*[make(), nn.Tanh()] * calls, nn.Flatten(), nn.LazyLinear(CLASSES))
 
 
 class Words(nn.Module):
@@ -162,7 +162,7 @@ def test_forms_of_shared_parameters():
     forms = forms_of(Words(5, 3, None, tied=True, bias=True, twice=True), torch.randint(5, (N, 3)))
     assert isinstance(forms["words"], SumRows) and isinstance(forms["head"], SharedRows)
     assert isinstance(forms["words"].uses[0].form, EmbeddingRows) and len(forms["words"].uses) == 2
-    forms = forms_of(repeated(nn.Linear(3, 3), 2), batch(3)[0])
+    forms = forms_of(repeated(lambda: nn.Linear(3, 3), 2), batch(3)[0])
     assert isinstance(forms["0"], SharedRows) and isinstance(forms["5"], OuterRows)
     forms = forms_of(encoder(), batch(3, 4)[0])
     assert all("norm" in name for name, form in forms.items() if isinstance(form, ExplicitRows))
@@ -174,9 +174,8 @@ def test_forms_of_shared_parameters():
 def test_a_module_with_two_names_keeps_its_parameters_and_moves():
     """torch.func.functional_call leaves such a module with the tensors of the call."""
     layer = nn.Linear(3, 3)
-    model = Parts(
-        lambda m, x: m.b(torch.tanh(m.a(x))) * torch.sin(m.gain.weight), a=layer, b=layer, gain=nn.Linear(3, 1)
-    )
+    run = lambda m, x: m.b(torch.tanh(m.a(x))) * torch.sin(m.gain.weight)  # noqa: E731
+    model = Parts(run, a=layer, b=layer, gain=nn.Linear(3, 1))
     model, inputs, targets = model.double(), torch.randn(N, 3).double(), torch.randn(N, 3).double()
     before = dict(model.named_parameters())
     options = {"fallback": "autograd", "search": woodbury.CurvedSearch()}
@@ -204,11 +203,8 @@ def functional(m, x):
 
 
 # On sequences (3, 4).
-BY_RULES = {
-    "bare": lambda: Headed(bare(4)),
-    "gru": lambda: Headed(nn.GRU(4, 4, batch_first=True)),
-    "encoder": encoder,
-}
+BY_RULES = {"bare": lambda: Headed(bare(4)), "encoder": encoder}
+BY_RULES["gru"] = lambda: Headed(nn.GRU(4, 4, batch_first=True))
 FALLBACKS = {
     "lstm with projections": lambda: Headed(projected()),
     "weight norm": lambda: Headed(parametrizations.weight_norm(nn.Linear(4, 4))),
@@ -623,9 +619,8 @@ def test_one_parameter_under_two_names_of_a_module_counts_once(name):
         return (LOSS(model(inputs), targets) + sum(0.05 * p.square().sum() for p in model.parameters())).item()
 
     for blocks in ("full", "layer"):
-        optimizer = woodbury.GaussNewton(
-            model, LOSS, damping=0.5, blocks=blocks, momentum=0.3, weight_decay=0.1, **options
-        )
+        settings = {"damping": 0.5, "momentum": 0.3, "weight_decay": 0.1, **options}
+        optimizer = woodbury.GaussNewton(model, LOSS, blocks=blocks, **settings)
         for _ in range(2):
             check_verify(optimizer, inputs, targets)
             before = decayed_loss()
@@ -686,14 +681,14 @@ IN_PLACE = {
 }
 
 
-def in_place(layer):
+def in_place(make):
     """A layer whose outputs are changed where they are, twice."""
 
     def run(m, x):
         h = m.layer(x[..., :2], x[..., 2:]) if isinstance(m.layer, nn.Bilinear) else m.layer(x)
         return m.head(torch.relu_(h.mul_(1.5)).flatten(1))
 
-    return Parts(run, layer=layer, head=nn.LazyLinear(CLASSES)).eval()
+    return Parts(run, layer=make(), head=nn.LazyLinear(CLASSES)).eval()
 
 
 def attending_in_place(batch_first):
@@ -730,17 +725,11 @@ REPEATED = {
 OTHERWISE_IN_THE_TRIAL = {
     "a detached call": (lambda: compared(True), VECTORS),
     "a call without gradients": (lambda: compared(False), VECTORS),
-    **{
-        f"{name} changed in place": (lambda make=make: in_place(make()), shape)
-        for name, (make, shape) in IN_PLACE.items()
-    },
+    **{f"{name} changed in place": (partial(in_place, make), shape) for name, (make, shape) in IN_PLACE.items()},
 }
 EXACT = {
     **{f"attention {case}": (partial(Attending, *case), SEQUENCES) for case in ATTENTION},
-    **{
-        f"{name} three times": (lambda make=make: repeated(make(), 3), shape)
-        for name, (make, shape) in REPEATED.items()
-    },
+    **{f"{name} three times": (partial(repeated, make, 3), shape) for name, (make, shape) in REPEATED.items()},
     **{
         f"words {case}": (partial(Words, 5, 3, *case), (3,))
         for case in all_pairs([None, 0, 1], [True, False], [True, False], [True, False])  # see Words
@@ -759,8 +748,8 @@ EXACT = {
     "a checkpoint": (lambda: checkpointed(False), VECTORS),
     "registered": (lambda: Headed(Twice(False)), VECTORS),
     "registered, one number": (lambda: Headed(Twice(False, ())), VECTORS),
-    "registered, called twice": (lambda: repeated(Twice(False), 2), VECTORS),
-    "registered, one number, called twice": (lambda: repeated(Twice(False, ()), 2), VECTORS),
+    "registered, called twice": (partial(repeated, partial(Twice, False), 2), VECTORS),
+    "registered, one number, called twice": (partial(repeated, partial(Twice, False, ()), 2), VECTORS),
     "a factor before its registered layer": (lambda: past(True, power=False), VECTORS),
     "a factor after its registered layer": (lambda: past(False, power=False), VECTORS),
     **OTHERWISE_IN_THE_TRIAL,

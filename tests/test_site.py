@@ -42,9 +42,7 @@ def visit(browser):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_has_its_formulas_and_figures_and_fits_the_screen(visit, name, width):
     page = visit(name, width)
-    unset = (
-        "return [...document.querySelectorAll('.arithmatex')].filter(own => !own.querySelector('.katex')).length"
-    )
+    unset = "return [...document.querySelectorAll('.arithmatex')].filter(a => !a.querySelector('.katex')).length"
     assert page.execute_script(unset) == 0
     text = page.execute_script("return document.querySelector('.md-content').innerText")
     assert "$" not in text and "\\(" not in text

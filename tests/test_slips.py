@@ -33,10 +33,7 @@ def fit(*arguments, **options):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (
-            (MSE, X, Y),
-            r"inputs and targets are one argument, a pair: write fit\(model, loss, \(inputs, targets\)\)",
-        ),
+        ((MSE, X, Y), r"inputs and targets are one argument, a pair: .* fit\(model, loss, \(inputs, targets\)\)"),
         (((X, Y),), r"the loss or the data is missing, got tuple alone: write fit\(model, loss"),
         ((LOADER,), "the loss or the data is missing, got DataLoader alone"),
         ((MSE,), "the loss or the data is missing, got MSELoss alone"),
@@ -44,14 +41,8 @@ def fit(*arguments, **options):
         (((X, Y), MSE), "second argument must be the loss as a module .*, got tuple"),
         (("mse", (X, Y)), "second argument must be the loss as a module .*, got str"),
         ((nn.MSELoss, (X, Y)), r"got the class MSELoss: write MSELoss\(\)"),
-        (
-            (lambda outputs, targets: 0, (X, Y)),
-            r"got <lambda>: woodbury\.register_loss adds .*watch=True\) takes any",
-        ),
-        (
-            (nn.SoftMarginLoss(), (X, Y)),
-            r"no rule for the loss SoftMarginLoss; known: BCE.*, SmoothL1Loss\. woodbury",
-        ),
+        ((lambda outputs, targets: 0, (X, Y)), r"got <lambda>: woodbury\.register_loss adds .*watch=True\) takes"),
+        ((nn.SoftMarginLoss(), (X, Y)), r"no rule for the loss SoftMarginLoss; known: BCE.*, SmoothL1Loss\. "),
     ],
 )
 def test_a_loss_that_is_missing_or_none(arguments, message):
@@ -90,9 +81,8 @@ def test_a_model_that_is_none():
 @pytest.mark.parametrize("inputs, dtype", [(X.double(), "float32"), (X, "float64"), ((10 * X).long(), "float32")])
 def test_inputs_of_another_type_than_the_model(inputs, dtype):
     model = network(dtype=getattr(torch, dtype))
-    message = (
-        rf"inputs of {inputs.dtype} do not fit parameters of torch.{dtype}: write inputs\.to\(torch\.{dtype}\)"
-    )
+    types = rf"inputs of {inputs.dtype} do not fit parameters of torch.{dtype}"
+    message = rf"{types}: write inputs\.to\(torch\.{dtype}\)"
     with pytest.raises(TypeError, match=message):
         woodbury.GaussNewton(model, MSE).step(inputs, Y)
     if not inputs.is_floating_point():  # floats are converted, whole numbers may be what the model wants
@@ -168,11 +158,9 @@ def test_help_opens_with_the_examples_and_needs_torch_alone():
     done = run_alone(show_help)
     assert done.returncode == 0, done.stderr
     text = pydoc.plain(done.stdout)
-    assert (
-        text.index("woodbury.fit(model")
-        < text.index("GaussNewton(model")
-        < text.index("LMRegressor, LMClassifier")
-    )
+    shown = ("woodbury.fit(model", "GaussNewton(model", "LMRegressor, LMClassifier")
+    places = [text.index(name) for name in shown]
+    assert places == sorted(places)
 
 
 def test_the_help_of_fit_has_an_example_for_each_kind_of_data():

@@ -41,5 +41,4 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(call, error, tmp_path, m
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(type(error)):
         write_whole(tmp_path / "file", b"new")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"old"
