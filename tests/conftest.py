@@ -33,11 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--other-kernels",
-        action="store_true",
-        help="run a thirtieth of the tests that use tests/bounds.py, with other matrix kernels and two threads",
-    )
+    text = "run a thirtieth of the tests that use tests/bounds.py, with other matrix kernels and two threads"
+    parser.addoption("--other-kernels", action="store_true", help=text)
 
 
 @pytest.hookimpl(trylast=True)  # after -m

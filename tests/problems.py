@@ -17,9 +17,8 @@ class Residual(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Linear(5, 6)
-        self.body = nn.ModuleDict(
-            {"a": nn.Sequential(nn.Tanh(), nn.Linear(6, 6)), "b": nn.Linear(6, 6, bias=False)}
-        )
+        parts = {"a": nn.Sequential(nn.Tanh(), nn.Linear(6, 6)), "b": nn.Linear(6, 6, bias=False)}
+        self.body = nn.ModuleDict(parts)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.head = nn.Linear(6, 3)
         self.head.bias.requires_grad_(False)
@@ -125,6 +124,10 @@ class Problem:
     inputs: Any
     targets: torch.Tensor
 
+    def __iter__(self):
+        """What the functions of `reference` and `woodbury.rows` take."""
+        return iter((self.model, self.loss, self.inputs, self.targets))
+
     @property
     def count(self):
         """What the loss divides by."""
@@ -220,9 +223,7 @@ PROBLEMS = {
     ),
     "tokens-sum": lambda: tokens(nn.CrossEntropyLoss(reduction="sum"), ignored=-100),
     "logistic-weighted": lambda: logistic(weight=THREE.clone()),
-    "logistic-sum": lambda: logistic(
-        weight=THREE.clone(), pos_weight=torch.tensor([2.0, 0.5, 1.0]), reduction="sum"
-    ),
+    "logistic-sum": lambda: logistic(weight=THREE.clone(), pos_weight=torch.tensor([2, 0.5, 1]), reduction="sum"),
     "squared-sum": lambda: squared(nn.MSELoss(reduction="sum")),
     "huber": lambda: squared(nn.HuberLoss(delta=0.7)),
     "smooth-absolute": lambda: squared(nn.SmoothL1Loss(beta=0.6, reduction="sum")),

@@ -29,9 +29,8 @@ SERVER.set_forkserver_preload(PRELOADED)
 def _run(rank, world, folder, function, args):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+    torch.distributed.init_process_group("gloo", **place, timeout=timedelta(seconds=60))
     try:
         result = function(rank, world, *args)
     except BaseException:
@@ -46,9 +45,8 @@ def _run(rank, world, folder, function, args):
 def run(function, world, *args):
     """function(rank, world, *args) of each process."""
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.start_processes(
-            _run, (world, folder, function, args), nprocs=world, join=False, start_method="forkserver"
-        )
+        how = {"nprocs": world, "join": False, "start_method": "forkserver"}
+        context = multiprocessing.start_processes(_run, (world, folder, function, args), **how)
         try:
             while not context.join(timeout=120):
                 pass

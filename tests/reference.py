@@ -128,14 +128,11 @@ def curvature_matrix(samples, kind):
     return sum(torch.outer(J.T @ r, J.T @ r) for J, r, _ in samples) / len(samples)
 
 
-def block_mask(model):
-    """(p, p): 1 where two parameters belong to the same module."""
-    owners = flat(
-        [
-            torch.full((p.numel(),), hash(name.rpartition(".")[0]) % 2**40, dtype=torch.float64)
-            for name, p in parameters(model).items()
-        ]
-    )
+def block_mask(named):
+    """(p, p) of parameters by name: 1 where two of them belong to the same module."""
+    modules = [name.rpartition(".")[0] for name in named]
+    owners = [torch.full((p.numel(),), modules.index(m)) for m, p in zip(modules, named.values(), strict=True)]
+    owners = torch.cat(owners)
     return (owners[:, None] == owners[None, :]).double()
 
 
@@ -152,7 +149,7 @@ def dense_system(model, loss, inputs, targets, subset, forward=None):
     def solve(damping, kind, blocks="full", decay=None, shift=None):
         B = curvature_matrix(samples, kind) * (len(targets) if is_sum(loss) else 1)
         if blocks == "layer":
-            B = B * block_mask(model).to(B)
+            B = B * block_mask(parameters(model)).to(B)
         strength = damping(B) if callable(damping) else damping
         W = torch.zeros_like(start) if decay is None else decay
         q = torch.zeros_like(start) if shift is None else shift

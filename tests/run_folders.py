@@ -1,29 +1,27 @@
 """What run folders hold, for tests that compare them."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     """The files of a folder by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def records_of(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+def records_of(folder, *kinds):
     """The records of these kinds, "step" and "epoch"."""
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     return [record for record in records if record["kind"] in kinds]
 
 
-def assert_same_end(first: Path, second: Path) -> None:
+def assert_same_end(first, second):
     """The same weights and records, bit for bit, but for the times in the records."""
     one, other = (records_of(folder, "step", "epoch") for folder in (first, second))
     assert [{**record, "seconds": 0} for record in one] == [{**record, "seconds": 0} for record in other]
     assert (first / "model.pt").read_bytes() == (second / "model.pt").read_bytes()
 
 
-def invoke(*arguments: object) -> Any:
+def invoke(*arguments):
     """What `woodbury ARGUMENTS` ends with and prints, in this process."""
     from typer.testing import CliRunner
 
@@ -32,7 +30,7 @@ def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
-def assert_one_line(result: Any, *facts: str) -> None:
+def assert_one_line(result, *facts):
     """Status 2, one printable line that names the facts, no traceback."""
     assert result.exit_code == 2, result.output
     assert result.output.startswith("woodbury: ") and len(result.output.splitlines()) == 1, result.output

@@ -20,31 +20,28 @@ def encoder():
     return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4))
 
 
-class Padded(Parts):
-    """Sentences with padding at their end; what the encoder gives at padded positions reaches the outputs."""
+def encoding(first, hide):
+    """Positions, of which the encoder gets some as hidden: what it gives there reaches the outputs."""
 
-    def __init__(self):
-        super().__init__(words=nn.Embedding(WORDS, 4), encode=encoder(), head=nn.Linear(4 * LENGTH, CLASSES))
+    def run(m, x):
+        positions = m.first(x).reshape(len(x), LENGTH, 4)
+        return m.head(m.encode(positions, src_key_padding_mask=hide(x)).flatten(1))
 
-    def forward(self, x):
-        return self.head(self.encode(self.words(x), src_key_padding_mask=x == 0).flatten(1))
+    model = Parts(run, first=first, encode=encoder(), head=nn.Linear(4 * LENGTH, CLASSES))
+    return shaken(model.double()).eval()
 
 
-class Spread(Parts):
-    """A Linear layer on one vector per sample in front of an encoder that may be frozen, with a mask."""
-
-    def __init__(self):
-        super().__init__(first=nn.Linear(6, 4 * LENGTH), encode=encoder(), head=nn.Linear(4 * LENGTH, CLASSES))
-
-    def forward(self, x):
-        hidden = torch.arange(LENGTH) >= 1 + (x[:, :1] > 0).long() + (x[:, 1:2] > 0).long()
-        return self.head(
-            self.encode(self.first(x).unflatten(1, (LENGTH, 4)), src_key_padding_mask=hidden).flatten(1)
-        )
+def spread():
+    """A Linear layer on one vector per sample in front of the encoder."""
+    return encoding(
+        nn.Linear(6, 4 * LENGTH),
+        lambda x: torch.arange(LENGTH) >= 1 + (x[:, :1] > 0).long() + (x[:, 1:2] > 0).long(),
+    )
 
 
 def padded():
-    model = shaken(Padded().double()).eval()
+    """Sentences with padding at their end."""
+    model = encoding(nn.Embedding(WORDS, 4), lambda x: x == 0)
     x = torch.randint(1, WORDS, (N, LENGTH))
     for sample, length in enumerate(torch.randint(1, LENGTH + 1, (N,)).tolist()):
         x[sample, length:] = 0
@@ -77,7 +74,7 @@ def test_the_trial_pass_of_an_encoder_in_eval_mode_is_that_of_the_step(name):
 
 @pytest.mark.parametrize("frozen, curvature_samples", [(False, None), (True, 3)])
 def test_a_frozen_encoder_takes_the_same_path_in_both_passes(frozen, curvature_samples):
-    model = shaken(Spread().double()).eval()
+    model = spread()
     model.encode.requires_grad_(not frozen)
     inputs, targets = torch.randn(N, 6, dtype=torch.float64), torch.randint(CLASSES, (N,))
     check_directions(model, LOSS, inputs, targets, [1, 3])
@@ -113,7 +110,5 @@ def test_no_function_of_torch_is_exchanged_while_attention_runs():
     before = dict(vars(F))
     model = Parts(run, attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, CLASSES))
     inputs = torch.randn(N, LENGTH, 4).as_subclass(Inside)
-    optimizer = woodbury.NaturalGradient(model, LOSS)
-    optimizer.step(inputs, torch.randint(CLASSES, (N,)))
-    assert seen and all(function is before["linear"] for function in seen)
-    assert dict(vars(F)) == before
+    woodbury.NaturalGradient(model, LOSS).step(inputs, torch.randint(CLASSES, (N,)))
+    assert seen and all(function is before["linear"] for function in seen) and dict(vars(F)) == before

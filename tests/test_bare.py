@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import bounds
 import reference
 import woodbury
-from fuzz.models import Parts
+from fuzz.models import Parts, drawn
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
 from woodbury._vector import flatten
 from woodbury.layers import ExplicitRows
@@ -60,44 +60,37 @@ class Language(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
-class Affine(nn.Module):
+def headed(run, outputs=CLASSES, **parts):
+    return Parts(run, **parts, head=nn.Linear(WIDTH, outputs))
+
+
+def affine(outputs=CLASSES):
     """gain x + shift on the inputs themselves, single numbers and a table, some used twice."""
 
-    def __init__(self):
-        super().__init__()
-        self.gain, self.shift = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(()))
-        self.places = nn.Parameter(torch.randn(LENGTH, 1))
-        self.unused = nn.Parameter(torch.randn(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
+    def run(m, x):
+        x = torch.tanh(m.gain * x + m.shift + m.places)
+        return m.head((x * m.gain - m.shift).mean(1))
 
-    def forward(self, x):
-        x = torch.tanh(self.gain * x + self.shift + self.places)
-        return self.head((x * self.gain - self.shift).mean(1))
+    return headed(run, outputs, **drawn(gain=WIDTH, shift=(), places=(LENGTH, 1), unused=2))
 
 
-class Computed(nn.Module):
+def computed():
     """Values computed from parameters: a temperature, a gate, a product of tables, a table read backwards."""
 
-    def __init__(self):
-        super().__init__()
-        self.heat, self.gate = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(2 * WIDTH))
-        self.left, self.right = nn.Parameter(torch.randn(LENGTH, 2)), nn.Parameter(torch.randn(2, WIDTH))
-        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        low, high = self.gate.chunk(2)
-        x = self.inner(x) + (self.left @ self.right).flip(0)
+    def run(m, x):
+        low, high = m.gate.chunk(2)
+        x = m.inner(x) + (m.left @ m.right).flip(0)
         x = torch.addcmul(x, torch.sigmoid(high), torch.sin(x)) - torch.sigmoid(low)
-        return self.head((x / self.heat.exp()).mean(1)) * 2 + 1 / (1 + self.heat.square())
+        return m.head((x / m.heat.exp()).mean(1)) * 2 + 1 / (1 + m.heat.square())
+
+    parts = drawn(heat=1, gate=2 * WIDTH, left=(LENGTH, 2), right=(2, WIDTH))
+    return headed(run, **parts, inner=nn.Linear(WIDTH, WIDTH))
 
 
 def masked():
     """A token in place of entries that are left out."""
-
-    def run(m, x):
-        return m.head(torch.tanh(torch.where(x[..., :1] > 0, x, m.token)).mean(1))
-
-    return Parts(run, token=nn.Parameter(torch.randn(WIDTH)), head=nn.Linear(WIDTH, CLASSES))
+    run = lambda m, x: m.head(torch.tanh(torch.where(x[..., :1] > 0, x, m.token)).mean(1))  # noqa: E731
+    return headed(run, **drawn(token=WIDTH))
 
 
 def filled():
@@ -107,18 +100,13 @@ def filled():
         places = m.places.expand(len(x), -1, -1).masked_fill(x > 1, 0.0)
         return m.head((torch.tanh(x.masked_fill(x[..., :1] > 0, m.token)) * places).mean(1))
 
-    token, places = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(1, LENGTH, WIDTH))
-    return Parts(run, token=token, head=nn.Linear(WIDTH, CLASSES), places=places)
+    return headed(run, **drawn(token=(), places=(1, LENGTH, WIDTH)))
 
 
 def in_place():
     """Writes into the activations."""
-
-    def run(m, x):
-        return m.head(torch.tanh(m.inner(x).add_(m.shift, alpha=0.5)).mean(1))
-
-    shift = nn.Parameter(torch.randn(LENGTH, WIDTH))
-    return Parts(run, inner=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, CLASSES), shift=shift)
+    run = lambda m, x: m.head(torch.tanh(m.inner(x).add_(m.shift, alpha=0.5)).mean(1))  # noqa: E731
+    return headed(run, inner=nn.Linear(WIDTH, WIDTH), **drawn(shift=(LENGTH, WIDTH)))
 
 
 def positions_first():
@@ -128,8 +116,7 @@ def positions_first():
         x = torch.tanh(x.transpose(0, 1) * m.scale).cumsum(0) + m.start.expand(x.shape[1], len(x), WIDTH)
         return m.head(torch.tanh(x).mean(0))
 
-    scale, start = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(1, 1, WIDTH))
-    return Parts(run, scale=scale, head=nn.Linear(WIDTH, CLASSES), start=start)
+    return headed(run, **drawn(scale=WIDTH, start=(1, 1, WIDTH)))
 
 
 def shared():
@@ -140,14 +127,14 @@ def shared():
 
     gain = nn.Parameter(torch.rand(WIDTH))
     parts = {name: Parts(lambda m, x: x * m.gain, gain=gain) for name in ("a", "b")}
-    return Parts(run, gain=gain, **parts, head=nn.Linear(WIDTH, CLASSES))
+    return headed(run, gain=gain, **parts)
 
 
 SEQUENCES = {
     "vision": Vision,
     "vision, repeated token": lambda: Vision("repeat"),
-    "affine": Affine,
-    "computed": Computed,
+    "affine": affine,
+    "computed": computed,
     "masked": masked,
     "filled": filled,
     "in place": in_place,
@@ -271,7 +258,7 @@ def disguised():
         weights = torch.arange(1.0, x.shape[1] + 1, dtype=x.dtype).unsqueeze(1)
         return m.head(torch.tanh(x + m.place.expand(x.shape[1], WIDTH) * weights).mean(1))
 
-    return Parts(run, place=nn.Parameter(torch.randn(1, WIDTH)), head=nn.Linear(WIDTH, CLASSES))
+    return headed(run, **drawn(place=(1, WIDTH)))
 
 
 @pytest.mark.parametrize("n", [N, LENGTH])
@@ -289,8 +276,8 @@ def test_an_axis_that_only_looks_like_that_of_samples_gives_no_wrong_rows(n):
 
 def test_a_model_with_bare_parameters_and_others_keeps_both_ways():
     torch.manual_seed(0)
-    model = nn.Sequential(Affine(), Product()).double()
-    model[0].head, model[1].run = nn.Linear(WIDTH, WIDTH).double(), lambda m, x: x @ m.weight
+    model = nn.Sequential(affine(WIDTH), Product()).double()
+    model[1].run = lambda m, x: x @ m.weight
     inputs, targets = batch("affine", N)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
     forms = woodbury.rows(model, LOSS, inputs, targets, fallback="autograd").forms

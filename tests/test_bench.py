@@ -71,9 +71,8 @@ def test_step_prints_ratios_to_sgd_of_every_network(printed, monkeypatch):
     monkeypatch.setattr(step, "median_seconds", seconds)
     monkeypatch.setattr(step, "medians_within", seconds)
     everywhere = {"sgd", "adam", "smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"}
-    doors = {
-        f"smw-{kind}, {way}" for kind in ("ng", "gn") for way in ("step(x, y)", "step(closure)", "watch=True")
-    }
+    ways = "step(x, y)", "step(closure)", "watch=True"
+    doors = {f"smw-{kind}, {way}" for kind in ("ng", "gn") for way in ways}
     large, small = ["mnist", "cifar10", "webspam"], ["20-50-3", "8-50-50-1"]
     expected = dict.fromkeys(large, everywhere) | {key: everywhere | {*step.TRAINING} for key in small}
     by_doors = dict.fromkeys(large, {"sgd"} | doors)
@@ -90,9 +89,8 @@ def test_laplacian_times_two_ways_to_the_same_numbers(printed, monkeypatch):
     result = printed("laplacian", "--quick")
     assert list(result) == [f"2-4-1, 8 points: {task}" for task in (*laplacian.TASKS, "rows by autograd")]
     ways = [laplacian.METHODS] * len(laplacian.TASKS) + [laplacian.WAYS]
-    assert all(
-        set(row) == set(own) and min(row.values()) > 0 for row, own in zip(result.values(), ways, strict=True)
-    )
+    for row, own in zip(result.values(), ways, strict=True):
+        assert set(row) == set(own) and min(row.values()) > 0
     model, points = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.rand(5, 3).double()
     first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     both = [form(first, points).dense() for form in laplacian.WAYS.values()]
@@ -176,9 +174,8 @@ def test_peers_are_measured_in_processes_and_a_missing_one_is_reported(printed, 
 def test_a_peer_that_fails_is_reported(monkeypatch, message, status):
     done = subprocess.CompletedProcess([], 1, stdout="", stderr=message)
     monkeypatch.setattr(peers.subprocess, "run", lambda *arguments, **options: done)
-    assert peers._run_process("classes", next(iter(peers.ALL)), 30.0, small=True) == {
-        "status": f"failed: {status}"
-    }
+    found = peers._run_process("classes", next(iter(peers.ALL)), 30.0, small=True)
+    assert found == {"status": f"failed: {status}"}
 
 
 def hold_64_mib():

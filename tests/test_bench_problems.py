@@ -106,9 +106,8 @@ def test_what_is_absent_is_left_out_and_never_downloaded(monkeypatch, capsys, tm
     monkeypatch.delenv("WOODBURY_DATA", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.setitem(
-        PROBLEMS, "bare", replace(PROBLEMS["diabetes"], data=lambda _: problems._scikit("diabetes"))
-    )
+    bare = replace(PROBLEMS["diabetes"], data=lambda _: problems._scikit("diabetes"))
+    monkeypatch.setitem(PROBLEMS, "bare", bare)
     with pytest.raises(SystemExit, match="the data of all these problems is absent"):
         program.main(["problems", "--only", "mnist", "covtype", "bare", "--out", str(tmp_path)])
     assert capsys.readouterr().err.splitlines() == [
@@ -283,11 +282,8 @@ def test_the_command_writes_records_and_ends_with_status_1_at_a_fault(tmp_path, 
     monkeypatch.setattr(rivals, "fit", broken)
     assert program.main(command) == 1
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["faults"] == [
-        f"tiny, {method}, seed {seed}: ArithmeticError: it does not work"
-        for seed in (0, 1)
-        for method in (WOODBURY, EQUAL_SECONDS)
-    ]
+    runs = [f"tiny, {method}, seed {seed}" for seed in (0, 1) for method in (WOODBURY, EQUAL_SECONDS)]
+    assert result["faults"] == [f"{run}: ArithmeticError: it does not work" for run in runs]
     records = [json.loads(line) for line in (tmp_path / "new" / "records.jsonl").read_text().splitlines()]
     assert len(records) == 14 and not records[-1]["finite"] and records[-1]["train_loss"] is None
 

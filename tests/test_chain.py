@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -27,11 +28,8 @@ from woodbury.model.plan import plan_layers
 from woodbury.modules import Scale, Sine
 from woodbury.row_matrix import Rows
 
-METHODS = {
-    "gn": woodbury.GaussNewton,
-    "ng": woodbury.NaturalGradient,
-    "ng-bd": lambda *args, **settings: woodbury.NaturalGradient(*args, blocks="layer", **settings),
-}
+METHODS = {"gn": woodbury.GaussNewton, "ng": woodbury.NaturalGradient}
+METHODS["ng-bd"] = partial(woodbury.NaturalGradient, blocks="layer")
 
 
 def wrapped(model):
@@ -158,9 +156,8 @@ def test_a_pass_gives_outputs_rows_and_gradient_of_autograd(samples):
 
 def test_a_chain_may_be_nested_share_an_activation_and_hold_identities():
     act = nn.Tanh()
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(4, 6), act), nn.Identity(), nn.Linear(6, 6), act, nn.Linear(6, 2)
-    )
+    inner = nn.Sequential(nn.Linear(4, 6), act)
+    model = nn.Sequential(inner, nn.Identity(), nn.Linear(6, 6), act, nn.Linear(6, 2))
     assert chain_of(model) is not None
     inputs = torch.randn(5, 4)
     torch.testing.assert_close(chain_of(model).run(inputs).outputs, model(inputs).detach())
@@ -311,9 +308,8 @@ def test_a_model_that_is_no_chain_on_a_later_batch_has_the_rows_of_that_batch():
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.1)
     for sign in (-1, 1):
         p = flatten(optimizer.direction(sign * inputs, targets, subset=[4, 1]))
-        expected, B, _ = reference.dense_direction(
-            optimizer.model, nn.CrossEntropyLoss(), sign * inputs, targets, [4, 1], 0.1, "gauss-newton"
-        )
+        given = model, nn.CrossEntropyLoss(), sign * inputs, targets
+        expected, B, _ = reference.dense_direction(*given, [4, 1], 0.1, "gauss-newton")
         assert reference.relative_error(p, expected) <= bounds.of_solve(B, 0.1)
 
 
@@ -343,8 +339,7 @@ def test_a_loader_draws_the_same_at_both_points(setting, method):
         infos.append(optimizer.step(*batch, full=Noisy(*batch)))
         drawn.append(torch.rand(()))
     bound = bounds.of_info(infos[1], bounds.of_step(model, nn.MSELoss(), *batch, damping=10.0))
-    assert float(infos[0].ratio) == pytest.approx(float(infos[1].ratio), rel=bound)
-    assert drawn[0] == drawn[1]
+    assert float(infos[0].ratio) == pytest.approx(float(infos[1].ratio), rel=bound) and drawn[0] == drawn[1]
 
 
 def replace_parameters(model, optimizer):
@@ -444,9 +439,8 @@ def test_conjugate_gradients_see_small_residuals():
     by_cg = woodbury.GaussNewton(model, nn.MSELoss(), damping=1e-12, solver="cg")
     expected = exact.direction(inputs.double(), targets.double())
     for name, value in by_cg.direction(inputs, targets).items():
-        torch.testing.assert_close(
-            value.double(), expected[name], rtol=1e-3, atol=1e-5 * float(expected[name].abs().max())
-        )
+        close = {"rtol": 1e-3, "atol": 1e-5 * float(expected[name].abs().max())}
+        torch.testing.assert_close(value.double(), expected[name], **close)
 
 
 def test_an_info_is_a_dataclass_whose_numbers_stay(setting):
@@ -455,8 +449,7 @@ def test_an_info_is_a_dataclass_whose_numbers_stay(setting):
     info = optimizer.step(*batch)
     copied = pickle.loads(pickle.dumps(info))
     optimizer.step(*batch)
-    assert copied.as_dict() == info.as_dict()
-    assert dataclasses.asdict(info)["step_norm"] == info.step_norm
+    assert copied.as_dict() == info.as_dict() and dataclasses.asdict(info)["step_norm"] == info.step_norm
     assert dataclasses.replace(info, loss=torch.zeros(())).damping == info.damping
     assert "ratio=tensor" in repr(info)
     with pytest.raises(AttributeError, match="nothing"):

@@ -63,9 +63,8 @@ def test_samples_left_out_are_those_of_the_dense_posterior(name):
     bound = bound_of(dense) + 2e-6 * float(torch.linalg.matrix_norm(expected[1], 2).max())
     for own, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(own, reference, rtol=0, atol=bound * float(reference.abs().max()))
-    losses = [
-        -float((masses(problem) * by_pairs(expected[0], share * expected[1]).log()).sum()) for share in SHARES
-    ]
+    chances = [by_pairs(expected[0], share * expected[1]) for share in SHARES]
+    losses = [-float((masses(problem) * own.log()).sum()) for own in chances]
     assert posterior.share == SHARES[losses.index(min(losses))]
     torch.testing.assert_close(posterior._data.class_masses, masses(problem))
 

@@ -7,7 +7,6 @@ import resource
 import runpy
 import signal
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -34,19 +33,19 @@ SPLITS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 
 
 @pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_report(monkeypatch):
     """Leaves out the figures, which take longer than short runs."""
     monkeypatch.setattr(cli, "_report", lambda paths, folder: None)
 
 
 @functools.cache
-def few_digits(files: object = None) -> Dataset:
+def few_digits(files=None):
     """Digits, four batches of them."""
     return Dataset(*(getattr(WHOLE, name)[:240] for name in SPLITS), classes=10)
 
 
 @pytest.fixture(autouse=True)
-def _few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_digits(monkeypatch):
     """And no data folder."""
     monkeypatch.setitem(DATASETS, "digits", few_digits)
     monkeypatch.delenv("WOODBURY_DATA", raising=False)
@@ -54,9 +53,8 @@ def _few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(tmp_path):
     names = ["smw-gn", "sgd"]
-    result = invoke(
-        "compare", "digits", "--optimizers", "smw-gn,sgd", "--seeds", 2, "--epochs", 1, "--out", tmp_path
-    )
+    arguments = ["--optimizers", "smw-gn,sgd", "--seeds", 2, "--epochs", 1, "--out", tmp_path]
+    result = invoke("compare", "digits", *arguments)
     assert result.exit_code == 0, result.output
     folder = tmp_path / "digits-1"
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {
@@ -116,14 +114,14 @@ def test_train_takes_settings_overwrites_nothing_and_report_reads_several_folder
 # -- interrupting and going on -----------------------------------------------------------------------------------
 
 
-def command_with_a_signal(*arguments: object) -> None:
+def command_with_a_signal(*arguments):
     """Ctrl-C arrives in the third step of smw-gn."""
     DATASETS["digits"] = few_digits
     report.draw, report.image = (lambda runs: None), (lambda figure: b"")  # which take longer than the runs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
     step = training._Run._step
 
-    def step_with_a_signal(run: Any, *batch: Any) -> Any:
+    def step_with_a_signal(run, *batch):
         if (run.config.optimizer, run.step) == ("smw-gn", 2):
             os.kill(os.getpid(), signal.SIGINT)
         return step(run, *batch)
@@ -163,10 +161,7 @@ def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it_in_its_folder(no_repo
     [
         (["compare", "digit"], f"unknown data set 'digit'; there are: {', '.join(DATASETS)}"),
         (["reproduce", "digits"], "unknown data set 'digits'; there are: mnist, cifar10, webspam, covtype"),
-        (
-            ["train", "digits", "--optimizer", "kfc"],
-            f"unknown optimizer 'kfc'; there are: {', '.join(OPTIMIZERS)}",
-        ),
+        (["train", "digits", "--optimizer", "kf"], f"unknown optimizer 'kf'; there are: {', '.join(OPTIMIZERS)}"),
         (["compare", "digits", "--optimizers", "sgd,SGD"], "unknown optimizer 'SGD'; there are: smw-gn, "),
         (["compare", "digits", "--optimizers", ","], "no optimizer given: --optimizers takes names separated by"),
         (["train", "digits", "--set", "momentum"], "--set takes NAME=VALUE, got 'momentum'"),
@@ -193,9 +188,8 @@ def test_what_is_absent_or_cannot_be_written_to_ends_in_one_line(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "empty").mkdir()
     if not torch.cuda.is_available():
-        assert_one_line(
-            invoke("train", "digits", "--device", "cuda", "--out", tmp_path / "runs"), "no CUDA device"
-        )
+        result = invoke("train", "digits", "--device", "cuda", "--out", tmp_path / "runs")
+        assert_one_line(result, "no CUDA device")
     assert_one_line(invoke("compare", "digits", "--out", tmp_path / "file" / "runs"), "cannot write to ")
     reproduce = invoke("reproduce", "mnist", "--out", tmp_path / "runs", "--data-dir", tmp_path)
     assert_one_line(reproduce, str(tmp_path / "mnist"), "train-images-idx3-ubyte")
@@ -204,7 +198,7 @@ def test_what_is_absent_or_cannot_be_written_to_ends_in_one_line(tmp_path):
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "empty"}
 
 
-def command_with_small_files(limit: int, *arguments: object) -> None:
+def command_with_small_files(limit, *arguments):
     DATASETS["digits"] = few_digits
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -235,7 +229,7 @@ def test_list_names_every_data_set_and_optimizer_with_a_description():
         assert command in commands and "usage:" in invoke(command, "--help").output.lower()
 
 
-def run_module(*arguments: str) -> None:
+def run_module(*arguments):
     sys.argv = ["", *arguments]
     runpy.run_module("woodbury", run_name="__main__", alter_sys=True)
 
@@ -245,7 +239,7 @@ def test_the_module_and_the_command_are_one_program_which_shows_its_version():
     assert invoke("--version").output == processes.run_alone(run_module, "--version").stdout == expected
 
 
-def start_without_typer() -> None:
+def start_without_typer():
     for name in [name for name in sys.modules if name.split(".")[0] == "woodbury"]:
         del sys.modules[name]
     sys.modules["typer"] = None  # type: ignore[assignment]

@@ -1,7 +1,6 @@
 """Inputs far from (-1, 1) are said once, with their columns; others are not."""
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import woodbury
+from checks import silence, told
 from fuzz.models import Parts
 
 SAMPLES = 40
@@ -25,11 +25,10 @@ def network(*first, inputs=2):
 
 def columns_named(model, inputs, **settings):
     """The columns that a fit of one step warns of."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with told() as texts:
         data = inputs if callable(inputs) else (inputs, torch.sin(unit(1)))
         woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False, **settings)
-    named = [str(own.message) for own in seen if "far from (-1, 1)" in str(own.message)]
+    named = [text for text in texts if "far from (-1, 1)" in text]
     assert len(named) <= 1 and all("woodbury.Scale.inputs(x)" in own for own in named)
     return re.search(r"columns? (.*) of the inputs", named[0])[1] if named else None
 
@@ -72,8 +71,8 @@ MODELS = {
         255 * torch.rand(SAMPLES, 1, 4, 4, dtype=torch.float64),
     ),
     "tokens": (
-        nn.Sequential(nn.Embedding(99, 3), nn.Flatten(), nn.Linear(6, 1)).double(),
-        torch.randint(99, (SAMPLES, 2)),
+        nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(6, 1)).double(),
+        torch.randint(9, (40, 2)),
     ),
 }
 
@@ -96,25 +95,17 @@ def draw_years(count):
 def test_samplers_and_equations_are_judged_by_their_first_step(points):
     assert columns_named(network(), draw_years, points=points, samples=32) == "0, 1"
     model = network()
-    terms = woodbury.Equations(
-        inside=(lambda count: draw_years(count)[0], lambda model, x: woodbury.laplacian(model, x).laplacian - 1)
-    )
+    poisson = lambda model, x: woodbury.laplacian(model, x).laplacian - 1  # noqa: E731
+    terms = woodbury.Equations(inside=(lambda count: draw_years(count)[0], poisson))
     with pytest.warns(UserWarning, match="columns 0, 1 of the inputs are far"):
         woodbury.fit(model, terms, steps=2, samples=32, points=points, progress=False)
 
 
-def test_nothing_is_left_on_the_model_and_a_run_that_goes_on_says_nothing():
+def test_nothing_is_left_on_the_model_and_a_run_that_goes_on_or_has_few_samples_says_nothing():
     model, data = network(), (YEARS, torch.sin(unit(1)))
     with pytest.warns(UserWarning, match="far from"):
         fit = woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False)
     assert not any(own._forward_pre_hooks for own in model.modules()) and model.training
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*far from")
+    with silence(message=".*far from"):
         woodbury.fit(model, nn.MSELoss(), data, steps=4, resume=fit.state_dict(), progress=False)
-
-
-def test_a_few_samples_are_not_judged():
-    inputs = YEARS[:10]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*far from")
-        woodbury.fit(network(), F.mse_loss, (inputs, inputs[:, :1]), steps=1, progress=False)
+        woodbury.fit(network(), F.mse_loss, (YEARS[:10], YEARS[:10, :1]), steps=1, progress=False)

@@ -92,8 +92,7 @@ def batch(samples=N):
 
 
 @pytest.mark.parametrize(
-    "way, name",
-    [*((compile_whole, name) for name in OPTIMIZERS), *((way, "gauss-newton") for way in WAYS[1:])],
+    "way, name", [*((compile_whole, name) for name in OPTIMIZERS), *((way, "gauss-newton") for way in WAYS[1:])]
 )
 def test_steps_of_a_compiled_model_are_those_of_the_model_as_written(way, name):
     """Bit for bit, with dropout: the same random numbers are drawn and repeated; `verify` and `rows` too."""
@@ -137,8 +136,7 @@ def test_a_model_compiled_after_its_optimizer_was_made():
         for optimizer in optimizers:
             torch.manual_seed(turn)
             optimizer.step(*batch())
-    assert graphs() == 0
-    assert same(model, plain)
+    assert graphs() == 0 and same(model, plain)
 
 
 def test_names_and_state_do_not_tell_that_a_model_is_compiled():

@@ -45,8 +45,7 @@ def test_fit_agrees_with_scipy_to_1e_8_in_twice_its_jacobians(name):
     Where residuals stay large in fewer Jacobians than scipy, and closer to the minimum.
     """
     problem, row = curve_fit.PROBLEMS[name], compared(name)
-    assert row.from_minimum <= 1e-8
-    assert row.agreement <= max(1e-8, flatness(problem, row.ours.parameters))
+    assert row.from_minimum <= 1e-8 and row.agreement <= max(1e-8, flatness(problem, row.ours.parameters))
     assert row.ours.jacobians <= 2 * row.scipys.jacobians
     assert problem.sum_of_squares(row.ours.parameters) == pytest.approx(problem.minimum, rel=1e-9, abs=1e-24)
     if name in LARGE_RESIDUALS:

@@ -13,43 +13,32 @@ import struct
 import sys
 import tarfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import processes
-from woodbury.experiments.data import (
-    DATASETS,
-    Dataset,
-    load_dataset,
-    read_cifar,
-    read_covtype,
-    read_idx,
-    read_libsvm,
-    split,
-    split_dataset,
-    standardise,
-)
+from woodbury.experiments import data as datasets
+from woodbury.experiments.data import DATASETS, load_dataset, split, split_dataset, standardise
 from woodbury.experiments.files import ENVIRONMENT_VARIABLE, DataError, DataFile, Files
 
 CONTENT = b"one line\n" * 1000
 UNREACHABLE = "http://127.0.0.1:9/table.gz"
 
 
-def sha256(content: bytes) -> str:
+def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def table(url: str = UNREACHABLE, member: str | None = None, archive_sha256: str | None = None) -> DataFile:
+def table(url=UNREACHABLE, member=None, archive_sha256=None):
     """A file called `table` whose content is `CONTENT`."""
     return DataFile("table", sha256(CONTENT), url, member, archive_sha256)
 
 
-def refusal(files: Files, file: DataFile, parse: Callable[[bytearray], object] = bytes) -> str:
+def refusal(files, file, parse=bytes):
     """The message, which is one line, of the error that reading a file raises."""
     with pytest.raises(DataError) as caught:
         files.read(file, parse)
@@ -58,14 +47,14 @@ def refusal(files: Files, file: DataFile, parse: Callable[[bytearray], object] =
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A data folder with an empty folder for the data set `toy`."""
     (tmp_path / "toy").mkdir()
     return tmp_path
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache, and no data folder in the environment."""
     pooch = pytest.importorskip("pooch")
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
@@ -114,7 +103,7 @@ def test_the_environment_names_the_folder_unless_an_argument_does(folder, monkey
     assert Files("toy").folder is None
 
 
-def damaged(pack: Callable[[bytes], bytes]) -> bytes:
+def damaged(pack):
     packed = bytearray(pack(CONTENT))
     packed[len(packed) // 2] ^= 0xFF
     return bytes(packed)
@@ -162,7 +151,7 @@ def test_an_unreadable_file_is_named(folder, monkeypatch):
     path = folder / "toy" / "table"
     path.write_bytes(CONTENT)
 
-    def refuse(path: Path) -> None:
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("woodbury.experiments.files._open", refuse)
@@ -176,13 +165,11 @@ def test_a_file_is_downloaded_once_and_a_damaged_copy_is_named(server, cache):
     file = table(server.publish("table.gz", gzip.compress(CONTENT, mtime=0)))
     for _ in range(2):
         assert Files("toy").read(file, bytes) == CONTENT
-    assert server.requests == ["/table.gz"]
-    assert [path.name for path in cache.iterdir()] == ["table.gz"]
+    assert server.requests == ["/table.gz"] and [path.name for path in cache.iterdir()] == ["table.gz"]
     (cache / "table.gz").write_bytes(gzip.compress(CONTENT, mtime=0)[:-3])
     assert str(cache / "table.gz") in refusal(Files("toy"), file)
     (cache / "table.gz").unlink()  # the way out
-    assert Files("toy").read(file, bytes) == CONTENT
-    assert server.requests == ["/table.gz"] * 2
+    assert Files("toy").read(file, bytes) == CONTENT and server.requests == ["/table.gz"] * 2
 
 
 def test_the_error_of_a_failed_download_says_what_to_put_where(server, cache):
@@ -201,7 +188,7 @@ def test_the_error_without_pooch_says_what_to_install(cache, monkeypatch):
     assert "downloading needs pooch: pip install" in message and ENVIRONMENT_VARIABLE in message
 
 
-def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+def archive(*members):
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for member, content in members:
@@ -210,7 +197,7 @@ def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def plain(name: str, content: bytes = CONTENT) -> tuple[tarfile.TarInfo, bytes]:
+def plain(name, content=CONTENT):
     return tarfile.TarInfo(name), content
 
 
@@ -220,9 +207,8 @@ def test_an_archive_gives_the_one_member_that_is_asked_for(server, cache):
     for _ in range(2):
         assert Files("toy").read(file, bytes) == CONTENT
     assert server.requests == ["/batches.tar.gz"]
-    unpacked = [
-        path.relative_to(cache) for path in cache.parent.parent.rglob("*") if path.name in ("table", "outside")
-    ]
+    found = [own for own in cache.parent.parent.rglob("*") if own.name in ("table", "outside")]
+    unpacked = [own.relative_to(cache) for own in found]
     assert unpacked == [Path("batches.tar.gz.untar/batches/table")]
 
 
@@ -245,12 +231,12 @@ def test_an_archive_with_another_content_is_named(server, cache, published, is_k
 # Readers.
 
 
-def idx(values: Tensor) -> bytearray:
+def idx(values):
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
     return bytearray(header + bytes(values.flatten().tolist()))
 
 
-def covtype_lines(rows: list[list[int]], end: str = "\n") -> bytearray:
+def covtype_lines(rows, end="\n"):
     return bytearray(("\n".join(",".join(map(str, row)) for row in rows) + end).encode())
 
 
@@ -261,17 +247,17 @@ def test_readers_give_what_was_written():
     pytest.importorskip("sklearn")
     for shape in ((5,), (3, 2, 4)):
         values = torch.randint(256, shape, dtype=torch.uint8)
-        assert torch.equal(read_idx(idx(values)), values)
+        assert torch.equal(datasets.read_idx(idx(values)), values)
     pixels, labels = torch.randint(256, (4, 3072), dtype=torch.uint8), [3, 0, 9, 1]
     records = b"".join(bytes([label, *row.tolist()]) for label, row in zip(labels, pixels, strict=True))
-    found, classes = read_cifar(bytearray(records))
+    found, classes = datasets.read_cifar(bytearray(records))
     assert torch.equal(found, pixels) and classes.dtype == torch.int64 and classes.tolist() == labels
     rows = torch.randint(-500, 8000, (6, 55))
     rows[:, -1] = torch.tensor([1, 2, 3, 7, 2, 5])
     for end in ("\n", ""):
-        found, classes = read_covtype(covtype_lines(rows.tolist(), end))
+        found, classes = datasets.read_covtype(covtype_lines(rows.tolist(), end))
         assert torch.equal(found.long(), rows[:, :-1]) and classes.tolist() == [1, 2, 3, 7, 2, 5]
-    found, targets = read_libsvm(bytearray(WEBSPAM_LINES), rows=5, features=254)
+    found, targets = datasets.read_libsvm(bytearray(WEBSPAM_LINES), rows=5, features=254)
     expected = torch.zeros(5, 254)
     expected[0, 0], expected[0, 253], expected[2, 1], expected[2, 2] = 0.5, 0.25, 0.125, 1e-3
     expected[3, 253], expected[4, 6] = 1.0, 2.0
@@ -298,7 +284,7 @@ def test_a_libsvm_file_with_other_content_is_refused(content):
     """No checksum of it is published; the other files have one."""
     pytest.importorskip("sklearn")
     with pytest.raises(ValueError):
-        read_libsvm(bytearray(content), rows=5, features=254)
+        datasets.read_libsvm(bytearray(content), rows=5, features=254)
 
 
 def test_webspam_is_checked_by_its_shape(tmp_path):
@@ -351,8 +337,7 @@ def test_a_split_is_complete_the_same_every_time_and_keeps_inputs_and_targets_to
     parts = (data.train_inputs, data.train_targets, train), (data.test_inputs, data.test_targets, test)
     for inputs, targets, rows in parts:
         restored = (inputs.double() * deviation + mean).round().flatten().long()
-        assert torch.equal(restored, rows)
-        assert torch.equal(targets, (restored % 3 == 0).float().unsqueeze(1))
+        assert torch.equal(restored, rows) and torch.equal(targets, (restored % 3 == 0).float().unsqueeze(1))
     assert data.classes == 2 and isinstance(data.loss(), nn.BCEWithLogitsLoss)
 
 
@@ -371,7 +356,7 @@ def test_every_data_set_is_described_in_a_line_and_says_where_its_first_file_sho
         assert str(caught.value).startswith(str(tmp_path / name)) and "https://" in str(caught.value)
 
 
-def read_without_extras(folder: Path) -> None:
+def read_without_extras(folder):
     for name in ["sklearn", "scipy", "pooch", "tqdm", "requests", "matplotlib", "typer", "rich", "pandas"]:
         for loaded in [module for module in sys.modules if module.split(".")[0] in (name, "woodbury")]:
             del sys.modules[loaded]
@@ -415,9 +400,9 @@ NEED_SKLEARN = ("digits", "webspam")
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def real(request: pytest.FixtureRequest) -> tuple[str, Dataset]:
+def real(request):
     """Each data set whose files are there, loaded once."""
-    name: str = request.param
+    name = request.param
     data_folder = os.environ.get(ENVIRONMENT_VARIABLE)
     if name != "digits" and not (data_folder and (Path(data_folder) / name).is_dir()):
         pytest.skip(f"{ENVIRONMENT_VARIABLE} names no folder that has {name}")
@@ -429,8 +414,7 @@ def real(request: pytest.FixtureRequest) -> tuple[str, Dataset]:
 def test_real_data_has_the_published_shape_and_classes(real):
     name, data = real
     train_rows, test_rows, features, classes = SHAPES[name]
-    assert data.train_inputs.shape == (train_rows, features)
-    assert data.test_inputs.shape == (test_rows, features)
+    assert data.train_inputs.shape == (train_rows, features) and data.test_inputs.shape == (test_rows, features)
     assert (data.features, data.classes) == (features, classes)
     binary = classes == 2
     for targets, rows in ((data.train_targets, train_rows), (data.test_targets, test_rows)):

@@ -111,9 +111,7 @@ def regressor():
 cross_entropy = nn.CrossEntropyLoss()
 ENTRIES = {
     "Gauss-Newton": steps(woodbury.GaussNewton, curvature_samples=10),
-    "with every part": steps(
-        woodbury.GaussNewton, cross_entropy, curvature_samples=10, blocks="layer", momentum=0.5
-    ),
+    "every part": steps(woodbury.GaussNewton, cross_entropy, curvature_samples=10, blocks="layer", momentum=0.5),
     "memory": steps(woodbury.GaussNewton, memory=1, curvature_samples=10),
     "metric": steps(woodbury.NaturalGradient, metric="adam", curvature_samples=10),
     "search": steps(woodbury.GaussNewton, search=woodbury.CurvedSearch(), momentum=0.0),

@@ -23,7 +23,7 @@ def opened(monkeypatch):
     """The addresses that a browser was asked to open; afterwards torch has its threads again."""
     for name in NO_SCREEN:
         monkeypatch.delenv(name, raising=False)
-    addresses: list[str] = []
+    addresses = []
     monkeypatch.setattr(demo.webbrowser, "open", addresses.append)
     threads = torch.get_num_threads()
     yield addresses
@@ -42,7 +42,7 @@ def test_the_demo_ends_with_one_page_and_opens_it_where_there_is_a_screen(tmp_pa
     assert len(data["fits"]) == 7 and (tmp_path / data["report"]).exists()
     assert [row[0] for row in data["digits"]["rows"]] == ["smw-gn", "smw-ng", "smw-ng-bd", "sgd"]
     # the code on the page stands on its own, and begins where the other methods do
-    names: dict = {}
+    names = {}
     for code in (data["fit_code"], data["equation_code"]):
         exec(code.rpartition("print(")[0], names)
     model, inputs, targets = demo.precision.problem(100)

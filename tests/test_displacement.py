@@ -14,7 +14,7 @@ def setting(name):
     problem = problems.make(name)
     plan = plan_layers(problem.model, dict(problem.model.named_parameters()), False)
     held = capture(plan, call_model, problem.inputs, problems.N)
-    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    rows = woodbury.rows(*problem)
     rows.gram()  # leaves v V^T + 1 behind
     return problem, plan, held, rows
 

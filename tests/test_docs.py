@@ -24,13 +24,10 @@ DOORS = {"deepxde", "lightning", "pina", "skorch"}  # whose libraries may not be
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
-def code_spans(text):
-    """The inline code of a page, without its fenced blocks."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-
-
 def names(text):
-    return [name for span in code_spans(text) for name in NAME.findall(span)]
+    """In the inline code of a page, without its fenced blocks."""
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [name for span in spans for name in NAME.findall(span)]
 
 
 def resolve(name):
@@ -46,13 +43,10 @@ def resolve(name):
             continue
         for part in parts[length:]:
             # dataclass fields without a default are annotations alone
-            found = found.__annotations__[part] if _is_field(found, part) else getattr(found, part)
+            is_field = isinstance(found, type) and not hasattr(found, part) and part in found.__annotations__
+            found = found.__annotations__[part] if is_field else getattr(found, part)
         return found
     raise AttributeError(name)
-
-
-def _is_field(owner, name):
-    return isinstance(owner, type) and not hasattr(owner, name) and name in owner.__annotations__
 
 
 def has_test(file, name):
@@ -72,8 +66,12 @@ def missing_links(page, text):
 
 
 @every_page
-def test_names_in_code_resolve(page):
-    for name in names(page.read_text(encoding="utf-8")):
+def test_names_in_code_named_tests_and_relative_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    assert missing_links(page, text) == []
+    for file, name in TEST.findall(text):
+        assert has_test(file, name), f"{page.name}: {file}::{name}"
+    for name in names(text):
         if name.split(".")[1] in DOORS:
             _, door, *rest = name.split(".")
             source = ast.parse((ROOT / "src" / "woodbury" / f"{door}.py").read_text(encoding="utf-8"))
@@ -81,12 +79,6 @@ def test_names_in_code_resolve(page):
             assert {*rest} <= {node.name for node in source.body if isinstance(node, kinds)}, name
         else:
             assert resolve(name) is not None, name
-
-
-@every_page
-def test_named_tests_exist(page):
-    for file, name in TEST.findall(page.read_text(encoding="utf-8")):
-        assert has_test(file, name), f"{page.name}: {file}::{name}"
 
 
 def test_the_number_of_cases_is_that_of_the_rows():
@@ -97,11 +89,6 @@ def test_the_number_of_cases_is_that_of_the_rows():
     assert len(rows) == len(set(rows))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"\[(\d+) cases\]\(docs/reliability.md\)", readme) == [str(len(rows))]
-
-
-@every_page
-def test_relative_links_lead_to_files(page):
-    assert missing_links(page, page.read_text(encoding="utf-8")) == []
 
 
 def test_every_item_of_the_paper_has_a_function_and_a_test():
@@ -166,9 +153,8 @@ def test_code_about_models_runs_and_its_steps_verify(number, code):
 
 def test_every_page_is_in_the_navigation():
     """As the strict build of the site demands, which this says without mkdocs."""
-    pages = re.findall(
-        r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = re.findall(r"^ +- .*?(\S+\.md)$", navigation, flags=re.MULTILINE)
     assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
@@ -193,9 +179,7 @@ def test_every_public_name_is_in_the_reference():
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     names = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
     documented = [resolve(name) for name in names if name.split(".")[1] not in DOORS]
-    missing = [
-        name for name in woodbury.__all__ if not any(getattr(woodbury, name) is each for each in documented)
-    ]
+    missing = [name for name in woodbury.__all__ if not any(getattr(woodbury, name) is own for own in documented)]
     assert missing == ["__version__"]
 
 
@@ -205,7 +189,6 @@ def test_a_wrong_name_test_or_link_is_noticed():
         with pytest.raises(AttributeError):
             resolve(f"woodbury.{name}")
     assert TEST.findall("`tests/test_docs.py::test_a`") == [("tests/test_docs.py", "test_a")]
-    assert not has_test("tests/test_docs.py", "test_a")
-    assert not has_test("tests/test_nothing.py", "")
+    assert not has_test("tests/test_docs.py", "test_a") and not has_test("tests/test_nothing.py", "")
     assert has_test("tests/test_docs.py", "test_a_wrong_name_test_or_link_is_noticed")
     assert missing_links(METHOD, "[a](method.md#x) [b](gone.md) [c](https://a.b/c) [d](#e)") == ["gone.md"]

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations
 import bounds
 import reference
 import woodbury
+from fuzz.models import Parts, drawn
 from woodbury import _random
 from woodbury.model.fallback import Pass, WrittenRows
 from woodbury.model.plan import plan_layers
@@ -16,28 +17,22 @@ from woodbury.model.plan import plan_layers
 N, T, WIDTH = 5, 3, 4
 
 
-class Written(nn.Module):
+def written():
     """A network of bare matrices, as many equations are written, with a position table and a class token."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.shift = nn.Parameter(torch.randn(WIDTH, 6)), nn.Parameter(torch.randn(6))
-        self.second, self.places = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(9, WIDTH))
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+    def run(m, x):
+        x = torch.cat([m.token.expand(len(x), 1, -1), x + m.places[: x.shape[1]]], 1)
+        return torch.einsum("nti,io->nto", torch.tanh(x @ m.first + m.shift), m.second.exp())
 
-    def forward(self, x):
-        x = torch.cat([self.token.expand(len(x), 1, -1), x + self.places[: x.shape[1]]], 1)
-        return torch.einsum("nti,io->nto", torch.tanh(x @ self.first + self.shift), self.second.exp())
+    return Parts(run, **drawn(first=(WIDTH, 6), shift=6, second=(6, 2), places=(9, WIDTH), token=(1, 1, WIDTH)))
 
 
-class Tokens(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.places, self.head = nn.Embedding(7, WIDTH), nn.Embedding(T, WIDTH), nn.Linear(WIDTH, 2)
+def tokens():
+    def run(m, x):
+        x = torch.tanh(m.words(x) + m.places(torch.arange(T)))
+        return m.head(x.reshape(-1, WIDTH)).reshape(len(x), -1)  # samples and positions on one axis
 
-    def forward(self, x):
-        x = torch.tanh(self.words(x) + self.places(torch.arange(T)))
-        return self.head(x.reshape(-1, WIDTH)).reshape(len(x), -1)  # samples and positions on one axis
+    return Parts(run, words=nn.Embedding(7, WIDTH), places=nn.Embedding(T, WIDTH), head=nn.Linear(WIDTH, 2))
 
 
 def second_derivatives(model, x):
@@ -61,8 +56,8 @@ CASES = {
     "linear": (network, SAMPLES, run),
     "second derivatives": (network, SAMPLES, second_derivatives),
     "positions": (network, SEQUENCES, run),
-    "bare matrices": (Written, SEQUENCES, run),
-    "embeddings": (Tokens, None, run),
+    "bare matrices": (written, SEQUENCES, run),
+    "embeddings": (tokens, None, run),
     "convolution": (lambda: nn.Conv2d(WIDTH, 6, 3, groups=2, padding=1), IMAGES, run),
     "transposed convolution": (lambda: nn.ConvTranspose1d(T, 2, 3, stride=2), SEQUENCES, run),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)), SEQUENCES, run),
@@ -70,11 +65,7 @@ CASES = {
     "bilinear": (lambda: nn.Bilinear(WIDTH, WIDTH, 3), SAMPLES, lambda model, x: model(x, x.sin())),
     "prelu": (lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.PReLU(3)), SAMPLES, run),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(WIDTH, 3)), SAMPLES, run),
-    "in place": (
-        lambda: nn.Linear(WIDTH, WIDTH),
-        SEQUENCES,
-        lambda model, x: F.linear(x, model.weight).add_(model.bias),
-    ),
+    "in place": (lambda: nn.Linear(WIDTH, WIDTH), SEQUENCES, lambda m, x: F.linear(x, m.weight).add_(m.bias)),
     "dropout": (lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, 2)), SAMPLES, run),
 }
 

@@ -6,8 +6,6 @@ import math
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ FILES = {"config.json", "records.jsonl", "model.pt", "complete"}  # of a complet
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "sgd"
     train(tiny_config("sgd"), folder, data=DATA)
     return folder
@@ -74,13 +72,11 @@ def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimi
     assert loaded.versions == config.versions and loaded.machine == config.machine
     assert {"python", "torch", "woodbury"} <= config.versions.keys()
     assert config.settings.keys() == full_settings(optimizer, {}).keys() > {"lr", "weight_decay"}
-    rebuilt = OPTIMIZERS[optimizer](
-        mlp((2, 2), seed=0), torch.nn.CrossEntropyLoss(), **loaded.optimizer_settings()
-    )
+    model = mlp((2, 2), seed=0)
+    rebuilt = OPTIMIZERS[optimizer](model, torch.nn.CrossEntropyLoss(), **loaded.optimizer_settings())
     assert rebuilt.param_groups[0]["lr"] == config.settings["lr"]
     if "damping" in config.settings:
-        assert config.settings["seed"] == 3
-        assert rebuilt.damping == LevenbergMarquardt()
+        assert config.settings["seed"] == 3 and rebuilt.damping == LevenbergMarquardt()
 
 
 def test_a_damping_policy_is_saved_with_all_of_its_fields_and_reloaded(tmp_path):
@@ -99,8 +95,7 @@ def test_mlp_weights_depend_on_the_seed_alone():
     first = mlp((3, 4, 2), seed=7)
     state = torch.get_rng_state()
     second = mlp((3, 4, 2), seed=7)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(first[0].weight, second[0].weight)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(first[0].weight, second[0].weight)
     assert not torch.equal(first[0].weight, mlp((3, 4, 2), seed=8)[0].weight)
     assert [type(layer).__name__ for layer in first] == ["Linear", "Sigmoid", "Linear"]
 
@@ -120,8 +115,7 @@ def test_run_folder_holds_config_records_and_the_trained_model(run_folder):
     model = mlp(RunConfig.load(run_folder).widths, seed=99)
     model.load_state_dict(torch.load(run_folder / "model.pt", weights_only=True))
     loss, error = evaluate(model, torch.nn.CrossEntropyLoss(), DATA.test_inputs, DATA.test_targets)
-    assert loss == pytest.approx(epochs[-1]["test_loss"], rel=1e-6)
-    assert error == epochs[-1]["test_error"]
+    assert loss == pytest.approx(epochs[-1]["test_loss"], rel=1e-6) and error == epochs[-1]["test_error"]
 
 
 @pytest.mark.parametrize("outputs", [1, 4])
@@ -144,7 +138,7 @@ def test_evaluation_in_parts_equals_evaluation_at_once(outputs, monkeypatch):
 def test_evaluations_are_spread_over_an_epoch_and_not_counted_in_the_training_clock(tmp_path, monkeypatch):
     clock = {"now": 0.0}
 
-    def slow_evaluate(*arguments: object) -> tuple[float, float]:
+    def slow_evaluate(*arguments):
         clock["now"] += 1000.0
         return 1.0, 1.0
 
@@ -161,8 +155,7 @@ def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(tmp_path, monk
     torch.nn.init.constant_(model[0].weight, math.nan)
     monkeypatch.setattr(training, "mlp", lambda widths, seed: model)
     train(tiny_config("smw-ng"), tmp_path / "run", data=DATA)
-    assert is_complete(tmp_path / "run")
-    assert records_of(tmp_path / "run", "step") == []
+    assert is_complete(tmp_path / "run") and records_of(tmp_path / "run", "step") == []
     assert records_of(tmp_path / "run", "epoch")[-1]["train_loss"] is None
 
 
@@ -170,7 +163,7 @@ def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(tmp_path, monk
 
 
 # a whole number as damping becomes a fraction on the way
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "kfac": {"refresh": 3},
     "smw-gn": {"damping": {"LevenbergMarquardt": {"initial": 10}}},
     "smw-ng": {"damping": {"Constant": {"initial": 2}}},
@@ -201,8 +194,8 @@ def test_every_optimizer_trains_and_an_interrupted_run_ends_like_one_without_a_b
     assert all(value.dtype is getattr(torch, dtype) for value in weights.values())
 
 
-def train_until_killed(whole: Path, cut: Path) -> None:
-    def progress(step: int, *more: Any) -> None:
+def train_until_killed(whole, cut):
+    def progress(step, *more):
         if step == 11:
             training.write_whole = lambda path, content: None
         if step == 13:
@@ -219,8 +212,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(t
     cut = tmp_path / "cut"
     killed = processes.run_alone(train_until_killed, tmp_path / "whole", cut)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(records_of(cut, "step")) == 13
-    assert not is_complete(cut) and (cut / "checkpoint.pt").exists()
+    assert len(records_of(cut, "step")) == 13 and not is_complete(cut) and (cut / "checkpoint.pt").exists()
     with (cut / "records.jsonl").open("ab") as records_file:
         records_file.write(b'{"kind": "step", "epo')  # a line cut in two by the kill
     (cut / ".unfinished.pt").write_bytes(b"half a checkpoint")

@@ -7,9 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,17 +31,17 @@ from woodbury.runs.storage import FORMAT, RunFolderError
 STEPS = 12  # after which the unfinished run stands
 
 
-def unfinished(folder: Path, optimizer: str = "smw-gn") -> Path:
+def unfinished(folder, optimizer="smw-gn"):
     with pytest.raises(InterruptedRunError):
         train(tiny_config(optimizer), folder, data=DATA, stop=stop_after(STEPS))
     return folder
 
 
-def resume(folder: Path) -> None:
+def resume(folder):
     train(tiny_config(), folder, data=DATA, resume=True)
 
 
-def refusal(call: Callable[[], Any], *facts: object) -> None:
+def refusal(call, *facts):
     """The call raises an error of one line that states these facts."""
     with pytest.raises((RunFolderError, DataError)) as caught:
         call()
@@ -54,7 +52,7 @@ def refusal(call: Callable[[], Any], *facts: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A run without a break."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     train(tiny_config(), folder, data=DATA)
@@ -62,7 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(whole: Path, tmp_path: Path) -> Path:
+def copied(whole, tmp_path):
     """A complete run to damage."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
@@ -87,7 +85,7 @@ def test_a_checkpoint_that_was_cut_is_refused_with_the_way_out(length, whole, tm
 class _RunsCode:
     path: Path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (os.mkdir, (str(self.path),))
 
 
@@ -119,7 +117,7 @@ def test_want_of_memory_is_not_taken_for_damage(tmp_path, monkeypatch):
     """Or someone would be told to delete a good checkpoint."""
     folder = unfinished(tmp_path / "run")
 
-    def full(*arguments: Any, **options: Any) -> None:
+    def full(*arguments, **options):
         raise MemoryError
 
     for place, name in ((torch, "load"), (torch.nn.Module, "load_state_dict")):
@@ -148,7 +146,7 @@ def test_a_checkpoint_goes_only_after_the_end_is_on_disk(tmp_path, monkeypatch):
     seen = []
     mark, unlink = training.mark_complete, Path.unlink
 
-    def note(act: Callable[..., None]) -> Callable[..., None]:
+    def note(act):
         return lambda *arguments, **options: (seen.append(set(contents(folder))), act(*arguments, **options))[1]
 
     monkeypatch.setattr(training, "mark_complete", note(mark))
@@ -178,7 +176,7 @@ def test_a_damaged_model_of_a_complete_run_is_named(whole, copied):
 # -- configurations and records --------------------------------------------------------------------------------
 
 
-def rewrite_config(folder: Path, **changes: Any) -> None:
+def rewrite_config(folder, **changes):
     """Change a configuration together with its checksum."""
     dataclasses.replace(RunConfig.load(folder), **changes).save(folder)
 
@@ -193,7 +191,7 @@ def test_a_changed_value_of_a_configuration_is_noticed_and_other_spacing_is_not(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "null", "5", "[" * 100_000, "\ufeff{}", f'{{"format": {FORMAT}}}', "\0" * 99, "[]"]
+    "content", ["", "null", "5", "[" * 10**5, "\ufeff{}", f'{{"format": {FORMAT}}}', "\0" * 9, "[]"]
 )
 def test_a_file_that_is_no_file_of_a_run_is_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
@@ -322,8 +320,7 @@ def test_two_processes_with_the_same_command_end_bit_identically(tmp_path):
     forked = processes.run_alone(processes.command, *arguments, tmp_path / "first", OMP_NUM_THREADS=1)
     assert forked.returncode == 0, forked.stderr
     command, environment = [sys.executable, "-m", "woodbury"], {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, *arguments, str(tmp_path / "second")], check=True, capture_output=True, env=environment
-    )
+    command = [*command, *arguments, str(tmp_path / "second")]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     first, second = (tmp_path / name / "digits-1" / "smw-gn-seed5" for name in ("first", "second"))
     assert_same_end(first, second)

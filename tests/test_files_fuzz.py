@@ -17,7 +17,7 @@ from woodbury.runs import config
 
 
 @pytest.fixture(scope="module")
-def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Fuzzer:
+def fuzzer(tmp_path_factory):
     return Fuzzer(tmp_path_factory.mktemp("fuzz"))
 
 

@@ -1,6 +1,5 @@
 """woodbury.fit: one call, its limits, what it returns, and going on from where it stopped."""
 
-import io
 import math
 from itertools import groupby
 
@@ -12,6 +11,7 @@ import bounds
 import problems
 import reference
 import woodbury
+from checks import through_a_file
 from woodbury.fit import solving
 
 
@@ -33,9 +33,8 @@ def draw(count):
 def is_loss_of(value, model, data):
     """Whether this is the loss: its residuals are differences of numbers as large as the targets."""
     condition = math.sqrt(data[1].square().mean() / value)
-    return value == pytest.approx(
-        reference.loss_of(model, data), rel=bounds.rounding(len(reference.theta(model)), condition), abs=0
-    )
+    rounding = bounds.rounding(len(reference.theta(model)), condition)
+    return value == pytest.approx(reference.loss_of(model, data), rel=rounding, abs=0)
 
 
 def test_a_fit_stops_at_the_tolerance_and_says_so(capsys):
@@ -56,9 +55,8 @@ def test_steps_seconds_a_callback_and_ctrl_c_end_it(capsys):
     fit = woodbury.fit(model, nn.MSELoss(), data, seconds=0.0, progress=False)
     assert fit.reason == "seconds" and fit.steps == 0
     seen = []
-    fit = woodbury.fit(
-        model, nn.MSELoss(), data, progress=False, callback=lambda fit: seen.append(fit.steps) or fit.steps == 2
-    )
+    stop = lambda fit: seen.append(fit.steps) or fit.steps == 2  # noqa: E731
+    fit = woodbury.fit(model, nn.MSELoss(), data, progress=False, callback=stop)
     assert fit.reason == "callback" and seen == [1, 2]
 
     def interrupt(fit):
@@ -93,14 +91,12 @@ def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled, metric):
     whole = woodbury.fit(model, nn.MSELoss(), data, steps=8, **settings)
     other, data = build()
     first = woodbury.fit(other, nn.MSELoss(), data, steps=5, **settings)
-    stream = io.BytesIO()
-    torch.save(first.state_dict(), stream)
-    stream.seek(0)
     again, data = build()  # a fresh network, whose parameters do not matter
     with torch.no_grad():
         for own in again.parameters():
             own.zero_()
-    second = woodbury.fit(again, nn.MSELoss(), data, steps=8, resume=torch.load(stream), **settings)
+    state = through_a_file(first.state_dict())
+    second = woodbury.fit(again, nn.MSELoss(), data, steps=8, resume=state, **settings)
     assert second.steps == 8 and [r["loss"] for r in second.history] == [r["loss"] for r in whole.history]
     assert torch.equal(reference.theta(again), reference.theta(model))
     with pytest.raises(ValueError, match=r"another model: parameter '\w+"):
@@ -120,9 +116,8 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
     assert counts[:2] == [8, 8] and max(counts) == fit.samples > 8
     assert fit.samples <= 8 * sum(own.numel() for own in model.parameters())
     inputs = torch.rand(50, 2, dtype=torch.float64)
-    assert (
-        max(reference.loss_of(model, (inputs, surface(inputs))), fit.loss) < 1e-3 * surface(inputs).square().mean()
-    )
+    loss = max(reference.loss_of(model, (inputs, surface(inputs))), fit.loss)
+    assert loss < 1e-3 * surface(inputs).square().mean()
 
 
 @pytest.mark.parametrize(
@@ -160,12 +155,8 @@ def test_the_number_of_samples_follows_the_model():
     for model in (problems.network(1, 6, 1), problems.mlp(1, 100, 1).double()):
         sample = lambda count: counts.append(count) or draw(count)  # noqa: E731
         woodbury.fit(model, nn.MSELoss(), sample, steps=1, points="as drawn", progress=False)
-    assert (
-        counts[0]
-        == 8 * sum(own.numel() for own in problems.network(1, 6, 1).parameters())
-        < counts[-1]
-        == round(1.5 * 301)
-    )
+    few = sum(own.numel() for own in problems.network(1, 6, 1).parameters())
+    assert counts[0] == 8 * few < counts[-1] == round(1.5 * 301)
 
 
 def test_a_seed_fixes_the_samples_and_leaves_the_global_numbers_alone():

@@ -1,9 +1,7 @@
 """The same steps on a CUDA device: equal to the CPU's, rejected on the device, and without waiting for it."""
 
 import copy
-import io
 import itertools
-import warnings
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,6 +12,7 @@ from torch import nn
 import problems
 import woodbury
 from changes import CHANGES, Scaled
+from checks import silence, through_a_file, unchanged
 from fuzz.models import Parts
 from woodbury import _random
 from woodbury._vector import flatten
@@ -141,10 +140,9 @@ def test_a_step_does_not_wait_for_the_device(name, kind, settings):
 
 def test_logits_in_place_of_log_probabilities_are_rejected():
     problem = moved("softmax")
-    before = copy.deepcopy(problem.model)
     optimizer = woodbury.GaussNewton(problem.model, nn.NLLLoss())
-    assert not optimizer.step(problem.inputs, problem.targets).accepted
-    assert_close(problem.model, before)
+    with unchanged(problem.model):
+        assert not optimizer.step(problem.inputs, problem.targets).accepted
 
 
 @every_optimizer
@@ -171,8 +169,7 @@ def test_state_moves_between_devices(kind, settings):
     for _ in range(3):
         on_cpu.step(cpu.inputs, cpu.targets)
     gpu.model.load_state_dict(cpu.model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silence():
         on_gpu.load_state_dict(on_cpu.state_dict())
     a = flatten(on_cpu.direction(cpu.inputs, cpu.targets))
     torch.testing.assert_close(flatten(on_gpu.direction(gpu.inputs, gpu.targets)).cpu(), a)
@@ -185,10 +182,7 @@ def test_state_whose_every_tensor_is_on_the_gpu_goes_on(kind):
     for _ in range(3):
         optimizer.step(one.inputs, one.targets)
     other.model.load_state_dict(one.model.state_dict())
-    content = io.BytesIO()
-    torch.save(optimizer.state_dict(), content)
-    content.seek(0)
-    resumed.load_state_dict(torch.load(content, map_location="cuda", weights_only=True))
+    resumed.load_state_dict(through_a_file(optimizer.state_dict(), map_location="cuda"))
     for _ in range(3):
         a = optimizer.step(one.inputs, one.targets).as_dict()
         assert a == pytest.approx(resumed.step(other.inputs, other.targets).as_dict(), rel=1e-12)
@@ -234,8 +228,7 @@ def test_a_recorded_step_does_not_wait_for_the_device_and_infos_keep_their_numbe
 
 def test_batches_of_several_shapes_are_recorded_each():
     ((plain, ordinary), (problem, optimizer)) = recorded("softmax", "smw-ng", lr=1)  # a whole number
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silence():
         for step in range(15):
             size = 4 if step % 3 == 2 else 7
             a = ordinary.step(plain.inputs[:size], plain.targets[:size]).as_dict()
@@ -303,10 +296,8 @@ def test_what_changes_the_numbers_is_seen_by_a_recording(change, monkeypatch):
     inputs = torch.randn(8, 4, device="cuda", dtype=torch.float64)
     targets = torch.randint(3, (8,), device="cuda")
     settings = {"seed": 0, "curvature_samples": 5}
-    ordinary, replaying = (
-        woodbury.GaussNewton(model, nn.CrossEntropyLoss(), capture=capture, **settings)
-        for model, capture in zip(models, (False, True), strict=True)
-    )
+    ordinary = woodbury.GaussNewton(models[0], nn.CrossEntropyLoss(), capture=False, **settings)
+    replaying = woodbury.GaussNewton(models[1], nn.CrossEntropyLoss(), capture=True, **settings)
     for _ in range(5):
         assert ordinary.step(inputs, targets).as_dict() == replaying.step(inputs, targets).as_dict()
     assert is_recorded(replaying)
@@ -344,11 +335,10 @@ def test_a_rejected_step_in_a_recording_keeps_the_parameters():
     (_, (problem, optimizer)) = recorded("softmax", "smw-ng")
     for _ in range(5):
         optimizer.step(problem.inputs, problem.targets)
-    before = copy.deepcopy(problem.model)
     bad = problem.inputs.clone()
     bad[0, 0] = torch.nan
-    assert not optimizer.step(bad, problem.targets).accepted
-    assert_close(problem.model, before)
+    with unchanged(problem.model):
+        assert not optimizer.step(bad, problem.targets).accepted
     assert optimizer.step(problem.inputs, problem.targets).accepted
 
 
@@ -419,8 +409,7 @@ def test_orders_drawn_ahead_are_those_drawn_one_at_a_time():
         order, expected = torch.randperm(count, generator=generator), generator.get_state()
         again, _ = ahead.draw(count, state, device)  # `direction` draws what the next step will draw
         drawn, state = ahead.draw(count, state, device)
-        assert torch.equal(drawn.cpu(), order) and torch.equal(again, drawn)
-        assert torch.equal(state, expected)
+        assert torch.equal(drawn.cpu(), order) and torch.equal(again, drawn) and torch.equal(state, expected)
         if index == 20:  # a state loaded into the same memory
             state.copy_(_random.new_state(4))
             expected = state.clone()
@@ -560,9 +549,8 @@ def test_a_loop_of_ones_own_takes_the_same_steps(name, how):
 
 def fitted_equation(function, steps=12, points="by residual"):
     model = problems.network(2, 8, 8, 1).cuda()
-    equation = woodbury.Equations(
-        inside=(lambda count: torch.rand(count, 2, dtype=torch.float64, device="cuda"), function)
-    )
+    draw = lambda count: torch.rand(count, 2, dtype=torch.float64, device="cuda")  # noqa: E731
+    equation = woodbury.Equations(inside=(draw, function))
     return woodbury.fit(model, equation, steps=steps, samples=64, seed=0, points=points, progress=False)
 
 

@@ -1,7 +1,6 @@
 """Steps that run away: the guard, its warning, and damping relative to the scale of K."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -54,6 +53,7 @@ def test_running_away_is_far_above_the_best():
     assert not Course(1.0, LEAST * RUNAWAY - 1e-9, 1e-9, WARM_UP).runs_away()
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_rate_of_one_in_noisy_batches_does_not_run_away():
     torch.manual_seed(1)
     inputs = torch.randn(1200, 4)
@@ -61,11 +61,9 @@ def test_a_rate_of_one_in_noisy_batches_does_not_run_away():
     targets = (targets - targets.mean()) / targets.std()
     model = problems.network(4, 64, 64, 1, seed=1, dtype=torch.float32)  # without a guard it ends at 5
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), lr=1.0, curvature_samples=0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(4):
-            for batch in torch.randperm(1200).split(32):
-                optimizer.step(inputs[batch], targets[batch])
+    for _ in range(4):
+        for batch in torch.randperm(1200).split(32):
+            optimizer.step(inputs[batch], targets[batch])
     with torch.no_grad():
         assert nn.functional.mse_loss(model(inputs), targets).item() < 1.0  # that of a constant
     assert all(own.isfinite().all() for own in model.parameters())
@@ -103,8 +101,7 @@ def test_a_loss_that_runs_away_gives_one_warning_that_names_ways_out():
 @pytest.mark.parametrize("solver", ["cholesky", "cg"])
 @pytest.mark.parametrize("name", ["softmax", "squared"])
 def test_relative_damping_is_in_units_of_the_trace_of_the_gram_matrix(optimizer, solver, name):
-    problem = problems.make(name, torch.float64)
-    model, loss, inputs, targets = problem.model, problem.loss, problem.inputs, problem.targets
+    model, loss, inputs, targets = problems.make(name, torch.float64)
     kind = "gauss-newton" if optimizer is woodbury.GaussNewton else "empirical"
     trace = woodbury.rows(model, loss, inputs, targets, curvature=kind).gram().trace().item()
     policy = woodbury.LevenbergMarquardt(initial=0.05, floor=0.01, relative=True)
@@ -121,10 +118,8 @@ def test_relative_damping_is_in_units_of_the_trace_of_the_gram_matrix(optimizer,
 
 
 def test_the_scale_forgets_slowly():
-    assert next_scale(2.0, None) == 2.0
-    assert next_scale(2.0, 1.0) == 2.0
-    assert next_scale(0.1, 2.0) == FORGETTING * 2.0
-    assert next_scale(0.0, None) == 1.0
+    assert next_scale(2.0, None) == 2.0 and next_scale(2.0, 1.0) == 2.0
+    assert next_scale(0.1, 2.0) == FORGETTING * 2.0 and next_scale(0.0, None) == 1.0
 
 
 def test_targets_in_other_units_leave_relative_steps_alike():

@@ -151,11 +151,8 @@ def test_clipping_of_trainer_is_reported(tmp_path):
         train(model, optimizer, samples, tmp_path, steps=1, max_grad_norm=1e-3)
 
 
-PRECISIONS = [
-    (woodbury.GaussNewton, torch.float32, None),
-    (woodbury.NaturalGradient, torch.float32, torch.float64),
-    (woodbury.GaussNewton, torch.float64, None),
-]
+PRECISIONS = [(woodbury.GaussNewton, dtype, None) for dtype in (torch.float32, torch.float64)]
+PRECISIONS.append((woodbury.NaturalGradient, torch.float32, torch.float64))
 
 
 @pytest.mark.parametrize("name", list(huggingface.MODELS))
@@ -164,8 +161,7 @@ def test_the_example_learns_two_epochs_with_every_model(name, capsys):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "gradients were", RuntimeWarning)
         trainer, before, after = huggingface.main(name, epochs=2, samples=128)
-    assert trainer.state.global_step == 8
-    assert after < before
+    assert trainer.state.global_step == 8 and after < before
     assert f"{name}: loss on other samples" in capsys.readouterr().out
     residuals = []
     for method, dtype, gram_dtype in PRECISIONS:

@@ -320,9 +320,8 @@ def test_gradients_in_the_parameters_and_those_of_each_sample_by_torch_func(make
 
     by_func = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, points)
     ours = torch.autograd.grad(residual(model, points).sum(), list(params.values()))
-    theirs = [
-        torch.autograd.grad(dense_residual(model, point[None]).sum(), list(params.values())) for point in points
-    ]
+    sums = [dense_residual(model, point[None]).sum() for point in points]
+    theirs = [torch.autograd.grad(own, list(params.values())) for own in sums]
     for name, own, each in zip(params, ours, map(torch.stack, zip(*theirs, strict=True)), strict=True):
         torch.testing.assert_close(by_func[name], each, atol=derivative_bound(model), rtol=0)
         torch.testing.assert_close(own, each.sum(0), atol=POINTS * derivative_bound(model), rtol=0)
@@ -379,9 +378,8 @@ def test_a_step_goes_by_layer_rules_or_by_the_fallback(make, samples, fallback):
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **settings)
     subset = torch.arange(samples)
     ours = reference.flat(optimizer.direction(points, targets, subset=subset).values())
-    theirs, B, _ = reference.dense_direction(
-        model, nn.MSELoss(), points, targets, subset, damping, "gauss-newton", forward=dense_residual
-    )
+    given = model, nn.MSELoss(), points, targets
+    theirs, B, _ = reference.dense_direction(*given, subset, damping, "gauss-newton", forward=dense_residual)
     condition = 1 + float(torch.linalg.matrix_norm(B, 2)) / damping
     assert reference.relative_error(ours, theirs) <= derivative_bound(model) * condition
     if fallback is None:

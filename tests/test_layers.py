@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import problems
 import reference
 import woodbury
 from cases import every_count, every_pair
+from checks import random_states, restore
 from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, SharedRows, positions
@@ -101,25 +103,32 @@ def well_conditioned(B):
     return max(0.05, 1e-5 * float(B.trace()))
 
 
-def check_directions(model, loss, inputs, targets, subset, **options):
+def check_directions(model, loss, inputs, targets, subset, forward=None, **options):
     """p of both methods, full and by layer, with the curvature of a subset."""
-    solve = reference.dense_system(model, loss, inputs, targets, subset)
-    lost = reference.residual_condition(model, loss, inputs, targets)  # softmax may be 1 - 1e-8
+    solve = reference.dense_system(model, loss, inputs, targets, subset, forward)
+    run = model if forward is None else partial(forward, model)
+    lost = reference.residual_condition(run, loss, inputs, targets)  # softmax may be 1 - 1e-8
     for kind, method in METHODS.items():
         for blocks in ("full", "layer"):
             expected, B, _ = solve(well_conditioned, kind, blocks)
-            optimizer = method(model, loss, damping=well_conditioned(B), blocks=blocks, **options)
-            p = flatten(optimizer.direction(inputs, targets, subset=subset))
+            settings = {"damping": well_conditioned(B), "blocks": blocks, "forward": forward, **options}
+            p = flatten(method(model, loss, **settings).direction(inputs, targets, subset=subset))
             assert reference.relative_error(p, expected) <= lost * bounds.of_solve(B, well_conditioned(B))
 
 
 def check_ratio(optimizer, inputs, targets, **options):
-    """rho times the predicted decrease is the decrease of the loss of the model as it is trained."""
-    model = optimizer.model
-    before = LOSS(model(inputs), targets).item()
+    """rho times the predicted decrease is that of the loss of the model, run with the same random numbers."""
+    model, states, losses = optimizer.model, random_states(), []
+    run = model if optimizer.forward is None else partial(optimizer.forward, model)
+    losses.append(optimizer.loss(run(inputs), targets).item())
+    restore(states)
     info = optimizer.step(inputs, targets, **options)
-    decrease = before - LOSS(model(inputs), targets).item()
-    bound = bounds.of_decrease(before, decrease, sum(p.numel() for p in model.parameters()))
+    after = random_states()
+    restore(states)
+    losses.append(optimizer.loss(run(inputs), targets).item())
+    restore(after)
+    decrease = losses[0] - losses[1]
+    bound = bounds.of_decrease(losses[0], decrease, sum(p.numel() for p in model.parameters()))
     assert (info.ratio * info.predicted).item() == pytest.approx(decrease, rel=bound)
     return decrease
 
@@ -145,10 +154,8 @@ def convolutions(draw, axes):
     groups, c, o = per_axis(draw, 3, 1, 2)
     kernel, dilation = per_axis(draw, axes, 1, 3 if axes < 3 else 2), per_axis(draw, axes, 1, 2)
     sizes, stride = per_axis(draw, axes, 5 if axes < 3 else 3, 6 if axes < 3 else 4), per_axis(draw, axes, 1, 2)
-    padding = draw(
-        st.sampled_from(["same", "valid", 1])
-        | st.lists(st.integers(0, 2), min_size=axes, max_size=axes).map(tuple)
-    )
+    by_axis = st.lists(st.integers(0, 2), min_size=axes, max_size=axes).map(tuple)
+    padding = draw(st.sampled_from(["same", "valid", 1]) | by_axis)
     options = {"stride": 1 if padding == "same" else stride, "padding": padding, "dilation": dilation}
     options |= {"padding_mode": draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))}
     layer = kind(groups * c, groups * o, kernel, groups=groups, bias=draw(st.booleans()), **options)
@@ -281,14 +288,6 @@ def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, 
     check_directions(model, LOSS, inputs, targets, subset, max_bytes=max_bytes)
 
 
-@every_pair(name=[*MIXTURES, "tokens-ignored"], kind=list(METHODS), solver=["cholesky", "cg", "products"])
-def test_steps_verify_and_lower_the_loss_with_every_solver(name, kind, solver):
-    model, inputs, targets = mixture(name)
-    optimizer = METHODS[kind](model, LOSS, damping=1.0, solver=solver, solver_tolerance=1e-12)
-    assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets) + 1e-12
-    assert check_ratio(optimizer, inputs, targets) > 0
-
-
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_frozen_weights_and_biases_are_left_out(name, frozen):
@@ -411,25 +410,13 @@ def over_samples(layer, name):
         (through(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
         (through(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
         (through(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
-        (
-            over_samples(nn.LayerNorm([N, 4]), "norm"),
-            "vectors",
-            r"what layer 'norm' gives for one sample depends on the inputs of another",
-        ),
-        (
-            over_samples(nn.Conv1d(N, N, 1), "a"),
-            "vectors",
-            r"what layer 'a' gives for one sample depends on the inputs of another",
-        ),
+        (over_samples(nn.LayerNorm([N, 4]), "norm"), "vectors", "layer 'norm' gives for one sample depends on"),
+        (over_samples(nn.Conv1d(N, N, 1), "a"), "vectors", "layer 'a' gives for one sample depends on the inputs"),
         (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten()), "images", r"BatchNorm2d '0' is in training mode.*eval"),
     ],
 )
 def test_layers_whose_rows_would_be_wrong_are_refused_by_name(model, inputs, message):
-    made = {
-        "vectors": torch.randn(N, 4),
-        "square": torch.randn(N, N),
-        "images": torch.randn(N, 2, 3, 3),
-    }[inputs]
+    made = {"vectors": torch.randn(N, 4), "square": torch.randn(N, N), "images": torch.randn(N, 2, 3, 3)}[inputs]
     with pytest.raises(ValueError, match=message):
         woodbury.rows(model, nn.MSELoss(), made, None)
 
@@ -443,16 +430,14 @@ def again(by_module):
     return Parts(run, a=nn.Conv1d(2, 2, 3, padding=1, bias=by_module), head=nn.Linear(6, CLASSES))
 
 
-class Slope(nn.Module):
+def slope(*layers):
     """The derivative of a network in its inputs: the last layer is used by its derivative alone."""
 
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x):
+    def run(m, x):
         x = x.detach().requires_grad_()
-        return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0].flatten(1)
+        return torch.autograd.grad(m.layers(x).sum(), x, create_graph=True)[0].flatten(1)
+
+    return Parts(run, layers=nn.Sequential(*layers))
 
 
 def computed(layer):
@@ -463,26 +448,17 @@ OUTSIDE = r"weight' is used outside"
 PAST_THE_RULES = {
     "a second time": (lambda: again(True), OUTSIDE),
     "by a function alone": (lambda: again(False), OUTSIDE),
-    "slope of linear": (lambda: Slope(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), OUTSIDE),
-    "slope of one linear": (lambda: Slope(nn.Linear(4, 1)), OUTSIDE),
-    "slope of a convolution": (
-        lambda: Slope(nn.Conv1d(2, 3, 2), nn.LayerNorm(2), nn.Tanh(), nn.Linear(2, 1)),
-        OUTSIDE,
-    ),
-    "slope, norm last": (lambda: Slope(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.GroupNorm(1, 3)), OUTSIDE),
+    "slope of linear": (lambda: slope(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), OUTSIDE),
+    "slope of one linear": (lambda: slope(nn.Linear(4, 1)), OUTSIDE),
+    "slope of conv": (lambda: slope(nn.Conv1d(2, 3, 2), nn.LayerNorm(2), nn.Tanh(), nn.Linear(2, 1)), OUTSIDE),
+    "slope, norm last": (lambda: slope(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.GroupNorm(1, 3)), OUTSIDE),
     "slope of a transposed": (
-        lambda: Slope(nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.PReLU(), nn.Conv1d(3, 1, 1)),
+        lambda: slope(nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.PReLU(), nn.Conv1d(3, 1, 1)),
         OUTSIDE,
     ),
     "standardised": (lambda: computed(Standardised(2, 2, 2)), r"'0\.weight' of Standardised"),
-    "pruned": (
-        lambda: computed(prune.l1_unstructured(nn.Conv1d(2, 2, 2), "weight", 0.3)),
-        r"'0\.weight_orig' of Conv1d",
-    ),
-    "weight norm": (
-        lambda: computed(parametrizations.weight_norm(nn.Conv1d(2, 2, 2))),
-        r"'0\.parametrizations\.weight\.original0'",
-    ),
+    "pruned": (lambda: computed(prune.l1_unstructured(nn.Conv1d(2, 2, 2), "weight", 0.3)), r"'0\.weight_orig' of"),
+    "weight norm": (lambda: computed(parametrizations.weight_norm(nn.Conv1d(2, 2, 2))), r"weight\.original0'"),
 }
 
 

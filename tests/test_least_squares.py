@@ -250,16 +250,14 @@ def test_fixed_scale_depends_on_units_and_is_that_of_minpack():
         steps.append(torch.tensor(b))
         return torch.autograd.functional.jacobian(f, steps[-1]).numpy()
 
-    optimize.least_squares(
-        lambda b: f(torch.tensor(b)).numpy(), START, jac=jacobian, method="lm", x_scale=scales.numpy()
-    )
+    settings = {"jac": jacobian, "method": "lm", "x_scale": scales.numpy()}
+    optimize.least_squares(lambda b: f(torch.tensor(b)).numpy(), START, **settings)
     moved = [points[0], *(b for a, b in pairwise(points) if not torch.equal(a, b))]
     assert len(steps) >= 6
     for own, other in zip(moved, steps[1:6], strict=False):
         assert close(own, other, 1e-9)
     plain, _ = path(f, START)
-    assert not close(plain[:3], points[:3], 1e-2)
-    assert close(result.x, plain[-1], 1e-8)
+    assert not close(plain[:3], points[:3], 1e-2) and close(result.x, plain[-1], 1e-8)
 
 
 def test_underdetermined_systems_are_solved():
@@ -275,9 +273,8 @@ def test_parameters_and_residuals_keep_their_shapes():
     assert result.fun.shape == (1, 2, 2) and result.jac.shape == (4, 4)
     assert close(result.x @ result.x, target @ target, bounds.rounding(2))
     scalar = woodbury.least_squares(lambda b: b * b - 2, 1.0)
-    assert scalar.x.shape == scalar.fun.shape == () and scalar.x.item() == pytest.approx(
-        math.sqrt(2), rel=bounds.rounding(1)
-    )
+    assert scalar.x.shape == scalar.fun.shape == ()
+    assert scalar.x.item() == pytest.approx(math.sqrt(2), rel=bounds.rounding(1))
 
 
 @pytest.mark.parametrize("start", [START, tuple(START), double(*START), double(*START).numpy(), [1, 1, 0]])
@@ -375,35 +372,35 @@ def test_robust_fits_are_those_of_scipy(loss, f_scale):
     assert result.success and agrees_with_scipy(result, trf(f, START, loss=loss, f_scale=f_scale))
 
 
-BOUNDS = [
-    ((0, 0, 0), (2, 5, 5)),
-    ((0, 1, 0), (10, 5, 0.4)),
-    ((0, 0, 0), (2, 0.5, 0.1)),
-    ((3.5, 0, 0.6), (4, 3, 5)),
+OF_DECAY_IN_BOUNDS = [
+    *(((0, 0, 0), (2, 5, 5)), ((0, 1, 0), (10, 5, 0.4))),
+    *(((0, 0, 0), (2, 0.5, 0.1)), ((3.5, 0, 0.6), (4, 3, 5))),
 ]
+OF_ROSENBROCK_IN_BOUNDS = [((-2, -2), (0.5, 5)), ((-2, 1.5), (2, 3)), ((-2, -1), (2, 0.3))]
 
 
-@pytest.mark.parametrize("loss", ["linear", "cauchy"])
-@pytest.mark.parametrize("lower, upper", BOUNDS)
+@pytest.mark.parametrize(
+    "lower, upper, loss",
+    [
+        *((*own, loss) for own in OF_DECAY_IN_BOUNDS for loss in ("linear", "cauchy")),
+        *((*own, "linear") for own in OF_ROSENBROCK_IN_BOUNDS),  # which begins on a bound
+    ],
+)
 def test_fits_within_bounds_are_those_of_scipy(lower, upper, loss):
-    f = decay(data(outliers=2.0))
-    start = torch.clamp(double(*START), double(*lower) + 0.1, double(*upper) - 0.05)
+    lowest, highest = double(*lower), double(*upper)
+    if len(lower) == 2:
+        f, start = rosenbrock, torch.clamp(double(-1.2, 1.0), lowest, highest)
+    else:
+        f, start = decay(data(outliers=2.0)), torch.clamp(double(*START), lowest + 0.1, highest - 0.05)
     result = woodbury.least_squares(f, start, bounds=(lower, upper), loss=loss)
     other = trf(f, start.numpy(), bounds=(lower, upper), loss=loss)
     assert result.success and agrees_with_scipy(result, other) and result.active_mask.any()
     # on its bounds exactly
     at_lower, at_upper = result.active_mask < 0, result.active_mask > 0
-    assert torch.equal(result.x[at_lower], double(*lower)[at_lower])
-    assert torch.equal(result.x[at_upper], double(*upper)[at_upper])
+    assert torch.equal(result.x[at_lower], lowest[at_lower])
+    assert torch.equal(result.x[at_upper], highest[at_upper])
     # at a bound the gradient points outwards, and counts for nothing
     assert (result.active_mask * result.grad <= 0).all() and result.optimality <= 1e-8
-
-
-@pytest.mark.parametrize("lower, upper", [((-2, -2), (0.5, 5)), ((-2, 1.5), (2, 3)), ((-2, -1), (2, 0.3))])
-def test_bounded_rosenbrock_is_that_of_scipy(lower, upper):
-    start = torch.clamp(double(-1.2, 1.0), double(*lower), double(*upper))  # on a bound
-    result = woodbury.least_squares(rosenbrock, start, bounds=(lower, upper))
-    assert result.success and agrees_with_scipy(result, trf(rosenbrock, start.numpy(), bounds=(lower, upper)))
 
 
 def test_a_bound_that_is_not_reached_changes_nothing():
@@ -422,8 +419,7 @@ def test_function_is_computed_within_the_bounds_only():
 
     woodbury.least_squares(f, [-1.2, 0.2], bounds=([-2, -1], [2, 0.3]))
     points = torch.cat(seen)
-    assert len(points) > 10
-    assert (points >= double(-2, -1)).all() and (points <= double(2, 0.3)).all()
+    assert len(points) > 10 and (points >= double(-2, -1)).all() and (points <= double(2, 0.3)).all()
 
 
 # ---------------------------------------------------------------------------------------------- many fits at once
@@ -431,9 +427,8 @@ def test_function_is_computed_within_the_bounds_only():
 
 def many(count=12):
     generator = torch.Generator().manual_seed(3)
-    truth = double(1, 0.4, -0.5) + double(3, 1.5, 1) * torch.rand(
-        count, 3, generator=generator, dtype=torch.float64
-    )
+    draws = torch.rand(count, 3, generator=generator, dtype=torch.float64)
+    truth = double(1, 0.4, -0.5) + double(3, 1.5, 1) * draws
     y = torch.stack([curve(b) for b in truth])
     return y + 0.02 * torch.randn(y.shape, generator=generator, dtype=torch.float64)
 
@@ -488,9 +483,8 @@ def test_batched_fits_with_large_residuals_are_those_of_each_alone():
 def test_fits_on_a_gpu_are_those_on_the_cpu(settings):
     y, starts, t = many(), double(1.0, 0.7, 0.1).expand(12, 3), T.cuda()
     cpu = woodbury.least_squares(curve_of, starts, args=(y,), batched=True, **settings)
-    gpu = woodbury.least_squares(
-        lambda b, y: curve(b, t) - y, starts.cuda(), args=(y.cuda(),), batched=True, **settings
-    )
+    on_gpu = lambda b, y: curve(b, t) - y  # noqa: E731
+    gpu = woodbury.least_squares(on_gpu, starts.cuda(), args=(y.cuda(),), batched=True, **settings)
     assert gpu.x.is_cuda and gpu.jac.is_cuda and bool(gpu.success.all())
     assert close(gpu.x.cpu(), cpu.x, 1e-8)
     alone = woodbury.least_squares(lambda b: curve(b, t) - y[0].cuda(), starts[0].cuda(), **settings)
@@ -664,22 +658,19 @@ def test_function_that_torch_func_cannot_transform_gets_the_same_fit(batched):
     assert close(custom.x, plain.x, bounds.rounding(1)) and close(custom.jac, plain.jac, bounds.rounding(1))
 
 
-def test_function_may_compute_derivatives_itself():
-    """The minimum of a quartic, where its derivative by autograd is zero; called without gradients outside."""
+def test_function_may_compute_derivatives_itself_and_the_result_holds_no_graph():
+    """The minimum of a quartic, where its derivative by autograd is zero, with or without gradients outside."""
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def f(b):
         b = b if b.requires_grad else b.detach().requires_grad_()
-        return torch.autograd.grad((b**4 / 4 - 2 * b).sum(), b, create_graph=True)[0]
+        return scale * torch.autograd.grad((b**4 / 4 - 2 * b).sum(), b, create_graph=True)[0]
 
-    with torch.no_grad():
-        result = woodbury.least_squares(f, [1.0])
-    assert result.x.item() == pytest.approx(2 ** (1 / 3), rel=bounds.rounding(1))
-
-
-def test_result_holds_no_graph():
-    layer = nn.Linear(1, 1).double()
-    result = woodbury.least_squares(lambda b: layer(b), [1.0])
-    assert not any(value.requires_grad for value in (result.x, result.fun, result.jac, result.grad))
+    for outside in (False, True):
+        with torch.set_grad_enabled(outside):
+            result = woodbury.least_squares(f, [1.0])
+        assert result.x.item() == pytest.approx(2 ** (1 / 3), rel=bounds.rounding(1))
+        assert not any(value.requires_grad for value in (result.x, result.fun, result.jac, result.grad))
 
 
 @pytest.mark.parametrize("m", [3, 400])
@@ -724,11 +715,7 @@ BAD = [
     ({"loss": "squared"}, ValueError, "loss must be one of .*'huber'"),
     ({"loss": "huber", "f_scale": 0}, ValueError, "f_scale must not be less than 1e-75, got 0"),
     ({"start": torch.ones(2, 3), "batched": True, "args": (y3,)}, ValueError, r"args\[0\] has .* \(3, 40\)"),
-    (
-        {"function": nan_at_third, "start": [[11.0, 1.0], [1.0, 1.0]], "batched": True},
-        ValueError,
-        r"residual\[1, 2\] is not finite",
-    ),
+    ({"function": nan_at_third, "start": [[11.0, 1], [1, 1]], "batched": True}, ValueError, r"residual\[1, 2\] i"),
     ({"start": [[1.0], [5.0]], "batched": True, "bounds": (0, 2)}, ValueError, r"start\[1, 0\] = 5 is outside"),
     ({"function": lambda b: 1 / 0}, ZeroDivisionError, ""),  # errors of the function itself come through
 ]  # fmt: skip

@@ -3,13 +3,10 @@
 import math
 import struct
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import bounds
@@ -23,26 +20,26 @@ Written = list[tuple[int, dict[str, float]]]
 class ListLog(Log):
     """Keeps what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.written: Written = []
+        self.written = []
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, step, numbers):
         self.written.append((step, dict(numbers)))
 
 
-def problem() -> tuple[torch.nn.Module, Tensor, Tensor]:
+def problem():
     torch.manual_seed(0)
     x = torch.randn(40, 3, dtype=torch.float64)
     model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
     return model, x, x[:, :1].sin()
 
 
-def train(log: Log) -> Written:
+def train(log):
     """Four steps and an epoch in a loop of one's own; returns what must have been written."""
     model, x, y = problem()
     optimizer = woodbury.GaussNewton(model, torch.nn.MSELoss())
-    expected: Written = []
+    expected = []
     for step in range(1, 5):
         info = optimizer.step(x, y)
         log.step(info, rate=torch.tensor(0.5 / step))
@@ -75,9 +72,8 @@ def test_a_log_records_the_steps_and_epochs_of_training():
     model, x, y = problem()
     loader = DataLoader(TensorDataset(x, y), batch_size=20)
     log = ListLog()
-    fit = woodbury.fit(
-        model, torch.nn.MSELoss(), loader, epochs=3, validation=(x, y), progress=False, record=log, seed=0
-    )
+    settings = {"epochs": 3, "validation": (x, y), "progress": False, "record": log, "seed": 0}
+    fit = woodbury.fit(model, torch.nn.MSELoss(), loader, **settings)
     epochs = [numbers for _, numbers in log.written if "epoch/epoch" in numbers]
     assert [numbers["epoch/train_loss"] for numbers in epochs] == [entry["loss"] for entry in fit.history]
     assert [numbers["epoch/test_loss"] for numbers in epochs] == [entry["validation"] for entry in fit.history]
@@ -93,17 +89,16 @@ def test_tensorboard_shows_the_numbers_of_the_steps(tmp_path):
     with TensorBoard(tmp_path) as log:
         expected = train(log)
     events = EventAccumulator(str(tmp_path)).Reload()
-    shown = {
-        name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]
-    }
-    wanted: dict[str, list[tuple[int, float]]] = {}
+    names = events.Tags()["scalars"]
+    shown = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
+    wanted = {}
     for step, numbers in expected:
         for name, value in numbers.items():
             wanted.setdefault(name, []).append((step, float(torch.tensor(value))))  # kept in float32
     assert shown == wanted
 
 
-def histories(path: Path) -> list[dict[str, Any]]:
+def histories(path):
     """The numbers in the file of an offline run, which is a LevelDB log of one block behind 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
@@ -127,7 +122,7 @@ def test_wandb_gets_the_numbers_of_the_steps(tmp_path, monkeypatch):
     with WandB(mode="offline", project="tests", dir=tmp_path) as log:
         expected = train(log)
     wandb.teardown()  # the file is whole when the service that writes it has ended
-    wanted: dict[int, dict[str, float]] = {}
+    wanted = {}
     for step, numbers in expected:  # W&B has one line per step
         wanted.setdefault(step, {}).update(numbers)
     shown = {int(numbers["_step"]): numbers for numbers in histories(Path(log.run.settings.sync_file))}

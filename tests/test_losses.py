@@ -73,9 +73,8 @@ def test_ignored_targets_add_nothing_wherever_their_outputs_are():
     assert columns[rows].abs().max() == 0 and e[rows].abs().max() == 0
     residual = rule.residual(loss, flat, prepared).unflatten(1, outputs.shape[1:])
     assert residual.transpose(1, 2)[ignored].abs().max() == 0
-    torch.testing.assert_close(
-        rule.values(loss, flat, prepared).sum() / problem.count, loss(outputs, problem.targets)
-    )
+    mean = rule.values(loss, flat, prepared).sum() / problem.count
+    torch.testing.assert_close(mean, loss(outputs, problem.targets))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -213,8 +212,7 @@ def test_a_step_of_log_softmax_and_nll_is_that_of_logits_and_cross_entropy(kind,
         p.append(flatten(optimizer.direction(problem.inputs, problem.targets)))
         verified.append(float(optimizer.verify(problem.inputs, problem.targets)))
     bound = bounds.of_verify(optimizer, problem.inputs, problem.targets)
-    assert reference.relative_error(p[1], p[0]) <= bound
-    assert max(verified) <= bound
+    assert reference.relative_error(p[1], p[0]) <= bound and max(verified) <= bound
 
 
 def test_log_probabilities_are_checked_at_every_step():
@@ -271,9 +269,8 @@ def test_a_sum_is_the_mean_times_what_that_divides_by(kind, name):
     power, steps = 2 if kind.startswith("smw-ng") else 1, []
     for loss, damping in ((mean, 0.03), (total, 0.03 * problems.N * C**power)):
         tight = {"progress": 1e-14, "max_iterations": 1000} if kind == "hf" else {}
-        optimizer = SECOND_ORDER[kind](
-            problem.model, loss, damping=damping, curvature_samples=0.6, seed=0, **tight
-        )
+        settings = {"damping": damping, "curvature_samples": 0.6, "seed": 0, **tight}
+        optimizer = SECOND_ORDER[kind](problem.model, loss, **settings)
         steps.append(flatten(optimizer.direction(problem.inputs, problem.targets)))
     bound = bounds.of_verify(optimizer, problem.inputs, problem.targets) + (1e-5 if kind == "hf" else 0)
     assert reference.relative_error(C ** (power - 1) * steps[1], steps[0]) <= bound

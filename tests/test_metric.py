@@ -1,7 +1,6 @@
 """Steps with the curvature of earlier batches (memory=) and in another metric than the identity (metric=)."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -12,6 +11,7 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
+from checks import through_a_file
 from fuzz.models import Parts
 from test_layers import METHODS
 from woodbury._vector import Space
@@ -96,11 +96,6 @@ def adams_metric(model, gradients):
     return reference.flat(result)
 
 
-def diagonal_metric(model, matrices):
-    largest = torch.stack([B.diagonal() for B in matrices]).max(0).values
-    return torch.where(largest > 0, largest, 1.0)
-
-
 @every_pair(
     curvature=list(METHODS),
     kind=list(MODELS),
@@ -118,7 +113,8 @@ def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
     """
     metric, memory = change
     model, batches = problem(kind)
-    loss, mask = nn.CrossEntropyLoss(), reference.block_mask(model) if blocks == "layer" else 1.0
+    loss = nn.CrossEntropyLoss()
+    mask = reference.block_mask(reference.parameters(model)) if blocks == "layer" else 1.0
     optimizer = METHODS[curvature](
         *(model, loss, 0.5),
         momentum=momentum,
@@ -138,7 +134,8 @@ def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
         if metric is None:
             D = torch.ones(len(B), dtype=B.dtype)
         else:
-            D = adams_metric(model, gradients) if metric == "adam" else diagonal_metric(model, matrices)
+            largest = torch.stack([own.diagonal() for own in matrices]).max(0).values
+            D = adams_metric(model, gradients) if metric == "adam" else torch.where(largest > 0, largest, 1.0)
         scaled = B / D.sqrt() / D.sqrt().unsqueeze(1)  # the system in units of D
         damping = (0.05 + 1e-3) * scaled.trace()
         p = torch.linalg.solve(B + damping * D.diag(), damping * D * momentum * previous - gradients[-1])
@@ -225,10 +222,8 @@ def test_a_copy_and_a_saved_state_go_on_bit_by_bit(kind, metric):
     optimizer = woodbury.GaussNewton(model, loss, **settings)
     for batch in batches[:3]:
         optimizer.step(*batch)
-    twin, stream = copy.deepcopy(optimizer), io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), stream)
-    stream.seek(0)
-    parameters, state = torch.load(stream, weights_only=True)
+    twin = copy.deepcopy(optimizer)
+    parameters, state = through_a_file((model.state_dict(), optimizer.state_dict()))
     fresh, _ = problem(kind)
     fresh.load_state_dict(parameters)
     loaded = woodbury.GaussNewton(fresh, loss, **settings)
@@ -250,8 +245,7 @@ def test_rows_of_a_large_shared_layer_are_not_saved():
         optimizer.step(*batch)
     assert len(optimizer.state["kept"].batches) == 2
     optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.state["kept"] == {}
-    assert optimizer.step(*batch).accepted
+    assert optimizer.state["kept"] == {} and optimizer.step(*batch).accepted
     assert len(optimizer.state["kept"].batches) == 1
 
 
@@ -261,8 +255,7 @@ def test_rows_of_another_model_are_forgotten():
     for batch in batches[:2]:
         optimizer.step(*batch)
     model[0].weight.requires_grad_(False)
-    assert optimizer.step(*batches[2]).accepted
-    assert len(optimizer.state["kept"].batches) == 1
+    assert optimizer.step(*batches[2]).accepted and len(optimizer.state["kept"].batches) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ constructor. `METHODS` says where a method does less than solve the system that 
 """
 
 import copy
-import io
 import math
 import pickle
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -22,6 +22,7 @@ import bounds
 import problems
 import reference
 import woodbury
+from checks import assert_same, refused, state_of, through_a_file, unchanged
 from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.optim import SecondOrder
@@ -93,9 +94,8 @@ def build(kind, problem, *several, **settings):
 
 def dense(kind, problem, subset, damping, blocks=None, **options):
     """p, B and g by plain autograd."""
-    batch = problem.model, problem.loss, problem.inputs, problem.targets
     blocks = blocks or arguments(kind).get("blocks", method(kind).blocks)
-    return reference.dense_direction(*batch, subset, damping, method(kind).curvature, blocks, **options)
+    return reference.dense_direction(*problem, subset, damping, method(kind).curvature, blocks, **options)
 
 
 def bound(kind, B, damping, steps=1):
@@ -106,9 +106,8 @@ def bound(kind, B, damping, steps=1):
 def check_verify(kind, optimizer, inputs, targets=None, subset=None):
     """The residual is rounding, and what an iteration leaves; lmax of m of n samples is n / m of all at most."""
     options = {"curvature": method(kind).curvature, "forward": optimizer.forward}
-    whole = bounds.of_step(
-        optimizer.model, optimizer.loss, inputs, targets, optimizer.current_damping, steps=2, **options
-    )
+    model, damping = optimizer.model, optimizer.current_damping
+    whole = bounds.of_step(model, optimizer.loss, inputs, targets, damping, steps=2, **options)
     residual = optimizer.verify(inputs, targets, subset=subset)
     assert residual <= 10 * method(kind).tolerance + len(inputs) * whole
 
@@ -122,16 +121,6 @@ def loss_at(problem, theta, decay=0.0):
     nn.utils.vector_to_parameters(theta, reference.parameters(twin).values())
     value = reference.value_of(problem.loss, twin(problem.inputs), problem.targets).detach()
     return value + 0.5 * (decay * theta) @ theta
-
-
-def state_of(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
 
 
 def assert_moved(model, before, p, lr):
@@ -165,9 +154,8 @@ def test_a_step_reports_0_dim_tensors_and_they_are_kept(kind, dtype):
     before = problem.loss(problem.model(problem.inputs), problem.targets).detach()
     info = optimizer.step(problem.inputs, problem.targets)
     assert isinstance(info, woodbury.StepInfo) and optimizer.last is info
-    assert all(
-        isinstance(getattr(info, name), torch.Tensor) and getattr(info, name).dim() == 0 for name in NUMBERS
-    )
+    numbers = [getattr(info, name) for name in NUMBERS]
+    assert all(isinstance(number, torch.Tensor) and number.dim() == 0 for number in numbers)
     assert tuple(info.as_dict()) == NUMBERS and info.accepted.dtype == torch.bool and info.accepted
     for name, value in info.as_dict().items():
         assert value == getattr(info, name).item() or math.isnan(value), name
@@ -261,9 +249,8 @@ def test_p_its_norm_the_predicted_decrease_and_rho_are_those_of_dense_matrices(
         torch.testing.assert_close(info.damping.item(), 0.2)
         torch.testing.assert_close(info.predicted, predicted, **close)
         torch.testing.assert_close(info.step_norm, p.norm(), rtol=error, atol=0)
-        torch.testing.assert_close(
-            info.ratio, actual / predicted if predicted > 0 else torch.tensor(-INF).double()
-        )
+        ratio = actual / predicted if predicted > 0 else torch.tensor(-INF).double()
+        torch.testing.assert_close(info.ratio, ratio)
         assert reference.relative_error(theta_of(problem.model) - theta, 0.3 * p) <= 2 * error
 
 
@@ -291,7 +278,7 @@ def test_a_p_that_does_not_solve_the_system_shows_in_verify_and_is_judged_by_the
 def test_p_tends_to_the_scaled_gradient_for_large_damping(kind):
     problem = problems.make("softmax")
     p = build(kind, problem, TIGHT, damping=1e9).direction(problem.inputs, problem.targets)
-    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    g = reference.gradient(*problem)
     # damping split over two Kronecker factors leaves a term of the order 1 / sqrt(damping)
     assert reference.relative_error(1e9 * flatten(p), -g) < (1e-8 if method(kind).solves else 1e-3)
 
@@ -321,16 +308,14 @@ def test_direction_and_verify_change_nothing_and_the_next_step_takes_that_p(kind
     optimizer.step(*batch)
     for parameter in problem.model.parameters():
         parameter.grad = torch.ones_like(parameter)  # the user's own
-    before, random = state_of(problem.model), torch.get_rng_state()
-    state, last, told = pickle.dumps(optimizer.state_dict()), optimizer.last, plainly_told(optimizer)
-    optimizer.direction(1e-6 * problem.inputs[:1], problem.targets[:1])
-    first = optimizer.direction(*batch)
-    optimizer.verify(*batch)
-    optimizer.direction(*batch, subset=[1, 2], full=[batch])
-    assert_same(first, optimizer.direction(*batch))
+    before, random, told = state_of(problem.model), torch.get_rng_state(), plainly_told(optimizer)
+    with unchanged(optimizer):
+        optimizer.direction(1e-6 * problem.inputs[:1], problem.targets[:1])
+        first = optimizer.direction(*batch)
+        optimizer.verify(*batch)
+        optimizer.direction(*batch, subset=[1, 2], full=[batch])
+        assert_same(first, optimizer.direction(*batch))
     assert list(first) == list(dict(problem.model.named_parameters()))
-    assert_same(state_of(problem.model), before)
-    assert pickle.dumps(optimizer.state_dict()) == state and optimizer.last is last
     assert plainly_told(optimizer) == told and torch.equal(torch.get_rng_state(), random)
     assert all((parameter.grad == 1).all() for parameter in problem.model.parameters())
     optimizer.step(*batch)
@@ -361,13 +346,10 @@ def from_saved_state(kind, optimizer):
         named = {*names, *dict(problem.model.named_modules())}
         assert all(isinstance(key, str) for key in state["state"])
         assert all(set(value) <= named for value in state["state"].values() if isinstance(value, dict))
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
     problem.model.load_state_dict(optimizer.model.state_dict())
     start = woodbury.LevenbergMarquardt(initial=7.0)
     resumed = build(kind, problem, RICH, {"seed": 99, "damping": start}, lr=0.1)
-    saved = torch.load(buffer, map_location="cpu", weights_only=True)
+    saved = through_a_file(state, map_location="cpu")
     kept = dict(saved["state"])
     resumed.load_state_dict(saved)
     assert saved["state"].keys() == kept.keys()
@@ -392,9 +374,8 @@ def test_copies_and_saved_states_go_on_identically_and_apart(kind, how):
         optimizer.step(problem.inputs, problem.targets)
     twin = COPIES[how](kind, optimizer)
     assert twin.model is not optimizer.model
-    before = state_of(optimizer.model)
-    infos = [str(twin.step(problem.inputs, problem.targets).as_dict()) for _ in range(3)]  # nan without a damping
-    assert_same(state_of(optimizer.model), before)
+    with unchanged(optimizer):
+        infos = [str(twin.step(problem.inputs, problem.targets).as_dict()) for _ in range(3)]  # nan: no damping
     assert infos == [str(optimizer.step(problem.inputs, problem.targets).as_dict()) for _ in range(3)]
     assert_same(state_of(optimizer.model), state_of(twin.model))
 
@@ -402,16 +383,13 @@ def test_copies_and_saved_states_go_on_identically_and_apart(kind, how):
 # -- settings, read at every step ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind, name, value",
-    [
-        (kind, name, value)
-        for kind in OPTIMIZERS
-        for name, value in taken(kind, {"lr": 0.3, "weight_decay": 0.2, "momentum": 0.6}).items()
-    ],
-)
-def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name, value):
+IN_GROUPS = {"lr": 0.3, "weight_decay": 0.2, "momentum": 0.6}
+
+
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in OPTIMIZERS for name in taken(kind, IN_GROUPS)])
+def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name):
     """A decay may be a tensor, and change there."""
+    value = IN_GROUPS[name]
     built, changed, held = (problems.make("softmax") for _ in range(3))
     optimizers = build(kind, built, **{name: value}), build(kind, changed), build(kind, held)
     is_decay = name == "weight_decay" and kind in SECOND_ORDER
@@ -437,9 +415,8 @@ def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name
 def test_groups_have_their_own_lr_and_weight_decay_in_the_one_system(kind, subset):
     """An lr may be a tensor."""
     problem = problems.make("softmax")
-    weights, biases = (
-        [p for n, p in problem.model.named_parameters() if n.endswith(w)] for w in ("weight", "bias")
-    )
+    named = list(problem.model.named_parameters())
+    weights, biases = ([p for name, p in named if name.endswith(kind)] for kind in ("weight", "bias"))
     groups = [{"params": weights, "weight_decay": 0.3}, {"params": biases, "lr": torch.tensor(0.5).double()}]
     optimizer = build(kind, problem, TIGHT, damping=0.05, params=groups)
     decay = {n: torch.full_like(p, 0.3 * n.endswith("weight")) for n, p in problem.model.named_parameters()}
@@ -552,18 +529,16 @@ def test_damping_follows_its_policy(kind, policy, rule):
 @every_second_order
 def test_accept_threshold_keeps_theta_where_the_model_failed(kind):
     problem = problems.make("softmax")
-    optimizer = build(kind, problem, accept=1e6, curvature_samples=3)
-    before = state_of(problem.model)
-    info = optimizer.step(problem.inputs, problem.targets)
+    optimizer, before = build(kind, problem, accept=1e6, curvature_samples=3), problem.model[0].weight.clone()
+    with unchanged(problem.model):
+        info = optimizer.step(problem.inputs, problem.targets)
     assert not info.accepted and torch.isfinite(info.ratio) and info.step_norm > 0
-    assert_same(state_of(problem.model), before)
     eta = build(kind, problem, damping=10.0).step(problem.inputs, problem.targets).ratio.item()
     for accept in (eta - 1e-3, eta + 1e-3):  # rho >= eta is the rule
         again = problems.make("softmax")
         info = build(kind, again, damping=10.0, accept=accept).step(again.inputs, again.targets)
-        assert info.ratio.item() == pytest.approx(eta)
-        assert bool(info.accepted) == (accept < eta)
-        assert torch.equal(again.model[0].weight, before["0.weight"]) == (accept > eta)
+        assert info.ratio.item() == pytest.approx(eta) and bool(info.accepted) == (accept < eta)
+        assert torch.equal(again.model[0].weight, before) == (accept > eta)
 
 
 @that_take("momentum")
@@ -575,12 +550,10 @@ def test_a_predicted_increase_is_never_a_good_step(kind, accept):
     optimizer.step(problem.inputs, problem.targets)
     g = optimizer.direction(problem.inputs, problem.targets)
     optimizer.state["momentum"] = {name: -50 * value for name, value in g.items()}  # uphill
-    before = state_of(problem.model)
-    info = optimizer.step(problem.inputs, problem.targets)
-    assert info.predicted < 0 and info.ratio == -torch.inf
-    assert bool(info.accepted) == (accept is None)
+    with unchanged(problem.model) if accept is not None else nullcontext():
+        info = optimizer.step(problem.inputs, problem.targets)
+    assert info.predicted < 0 and info.ratio == -torch.inf and bool(info.accepted) == (accept is None)
     if accept is not None:
-        assert_same(state_of(problem.model), before)
         assert all(value.abs().max() == 0 for value in optimizer.state["momentum"].values())
         assert optimizer.step(problem.inputs, problem.targets).accepted  # and it does not get stuck
 
@@ -595,10 +568,9 @@ def test_non_finite_trial_loss_is_a_rejected_step(kind, momentum):
     nn.init.constant_(model.inner.bias, 0.0)
     x, t = torch.ones(4, 3).double(), 100 * torch.ones(4, 1).double()
     optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), **taken(kind, {"momentum": momentum}))
-    before = state_of(model)
-    info = optimizer.step(x, t)
+    with unchanged(model):
+        info = optimizer.step(x, t)
     assert not info.accepted and info.ratio == -torch.inf
-    assert_same(state_of(model), before)
     model.limit = 1e9
     info = optimizer.step(x, t)
     assert info.accepted and info.damping.item() == pytest.approx(1.01 + 1e-3)
@@ -619,9 +591,8 @@ def test_curvature_samples_says_how_many_are_drawn(kind):
     for wanted, expected in ((None, 4), (3, 3), (0.6, 2), (1.0, 4), (0.01, 1), (4, 4)):
         p = flatten(build(kind, problem, curvature_samples=wanted, damping=0.1).direction(*batch))
         errors = {count: min(reference.relative_error(p, q) for q in some) for count, some in possible.items()}
-        same = method(kind).tolerance + bounds.of_step(
-            problem.model, problem.loss, *batch, 0.1 / 4, curvature=method(kind).curvature
-        )
+        rounding = bounds.of_step(problem.model, problem.loss, *batch, 0.1 / 4, curvature=method(kind).curvature)
+        same = method(kind).tolerance + rounding
         assert [count for count, error in errors.items() if error <= same] == [expected]
 
 
@@ -831,12 +802,9 @@ def test_bad_batches_and_parameters_are_refused_by_name_before_anything_changes(
     problem = problems.make("softmax")
     optimizer = build(kind, problem, RICH | {"curvature_samples": 0.5})
     optimizer.step(problem.inputs, problem.targets)
-    before, state, last = state_of(problem.model), pickle.dumps(optimizer.state_dict()), optimizer.last
     for inputs, targets, options, message in BAD_BATCHES + BAD_FOR_SECOND_ORDER * (kind in SECOND_ORDER):
-        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        with refused(optimizer, message, (ValueError, TypeError, RuntimeError)):
             optimizer.step(inputs, targets, **options)
-        assert_same(state_of(problem.model), before)
-        assert pickle.dumps(optimizer.state_dict()) == state and optimizer.last is last
         assert not any(module._forward_hooks or "forward" in vars(module) for module in problem.model.modules())
     assert optimizer.step(problem.inputs, problem.targets).accepted
     with torch.no_grad():
@@ -854,15 +822,14 @@ def test_bad_batches_and_parameters_are_refused_by_name_before_anything_changes(
 )
 def test_a_batch_or_subset_whose_targets_are_all_ignored_changes_nothing(kind, name):
     problem = problems.make(name)
-    optimizer, before = build(kind, problem), state_of(problem.model)
+    optimizer = build(kind, problem)
     none = torch.full_like(problem.targets, problem.loss.ignore_index)
-    with pytest.raises(ValueError, match=r"every target of the (batch|curvature samples) is ignored"):
+    with refused(optimizer, r"every target of the (batch|curvature samples) is ignored"):
         optimizer.step(problem.inputs, none)
-    with pytest.raises(ValueError, match="every target of the curvature samples is ignored"):
+    with refused(optimizer, "every target of the curvature samples is ignored"):
         optimizer.step(problem.inputs, problem.targets, subset=[6])
-    with pytest.raises(ValueError, match="every target of full= is ignored"):
+    with refused(optimizer, "every target of full= is ignored"):
         optimizer.step(problem.inputs, problem.targets, full=[(problem.inputs, none)])
-    assert_same(state_of(problem.model), before)
     assert optimizer.step(problem.inputs, problem.targets).accepted
 
 
@@ -891,11 +858,8 @@ def test_autocast_runs_the_model_in_bfloat16_and_solves_in_float32(kind, name):
     exact = build(kind, problem, damping=0.1)
     cast = build(kind, problem, damping=0.1, autocast=torch.bfloat16)
     seen = []
-    hooks = [
-        module.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
-        for module in problem.model.modules()
-        if isinstance(module, nn.Linear)
-    ]
+    layers = [own for own in problem.model.modules() if isinstance(own, nn.Linear)]
+    hooks = [own.register_forward_hook(lambda *args: seen.append(args[-1].dtype)) for own in layers]
     p, q = (flatten(one.direction(problem.inputs, problem.targets)) for one in (exact, cast))
     for hook in hooks:
         hook.remove()

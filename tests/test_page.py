@@ -3,11 +3,8 @@
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -45,7 +42,7 @@ CHARTS = ["train_loss", "test_error", "damping", "ratio"]
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for option in [*OPTIONS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
@@ -57,7 +54,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def comparison(tmp_path_factory):
     """The page of three optimizers."""
     folder = tmp_path_factory.mktemp("runs")
     for name, losses in LOSSES.items():
@@ -68,7 +65,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return page_of(folder)
 
 
-def page_of(folder: Path) -> Path:
+def page_of(folder):
     path = folder / "report.html"
     path.write_text(report.html(report.load([folder])), encoding="utf-8")
     return path
@@ -77,78 +74,76 @@ def page_of(folder: Path) -> Path:
 class Page:
     """What a reader sees and does."""
 
-    def __init__(self, browser: Any) -> None:
+    def __init__(self, browser):
         self.browser = browser
 
-    def all(self, selector: str) -> list[Any]:
+    def all(self, selector):
         return self.browser.find_elements("css selector", selector)
 
-    def one(self, selector: str) -> Any:
+    def one(self, selector):
         (element,) = self.all(selector)
         return element
 
-    def choose(self, value: str) -> None:
+    def choose(self, value):
         self.one(f"[data-value={value}]").click()
 
-    def pressed(self, selector: str) -> bool:
+    def pressed(self, selector):
         return self.one(selector).get_attribute("aria-pressed") == "true"
 
-    def toggle(self, label: str) -> Any:
+    def toggle(self, label):
         return self.one(f'.toggle[data-label="{label}"]')
 
-    def labels(self, chart: str) -> list[str]:
+    def labels(self, chart):
         return [curve.get_attribute("data-label") for curve in self.all(f"[data-quantity={chart}] .curve")]
 
-    def points(self, chart: str, label: str) -> list[tuple[float, float]]:
+    def points(self, chart, label):
         """Pixels of a curve."""
         return self.numbers(self.one(f'[data-quantity={chart}] .curve[data-label="{label}"] .line'))
 
-    def numbers(self, path: Any) -> list[tuple[float, float]]:
+    def numbers(self, path):
         """Pixels of a path."""
         numbers = [float(number) for number in re.findall(r"-?[\d.]+", path.get_attribute("d"))]
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
-    def ticks(self, chart: str, axis: str) -> dict[str, float]:
+    def ticks(self, chart, axis):
         """Pixels of the labels of an axis."""
         texts = self.all(f"[data-quantity={chart}] text.{axis}")
         return {text.text: float(text.get_attribute("data-at")) for text in texts}
 
-    def scale(
-        self, chart: str, axis: str, shape: Callable[[float], float] = float, first: int = 0
-    ) -> Callable[[float], float]:
+    def scale(self, chart, axis, shape=float, first=0):
         """From pixels to `shape` of a value, by the first label, or a later one, and the last."""
         labels = list(self.ticks(chart, axis).items())
         (least, from_), (most, to) = labels[first], labels[-1]
         low, high = shape(float(least)), shape(float(most))
         return lambda pixel: low + (pixel - from_) / (to - from_) * (high - low)
 
-    def axis_title(self, chart: str) -> str:
+    def axis_title(self, chart):
         return self.one(f"[data-quantity={chart}] text.title").text
 
-    def hover(self, chart: str, pixel: float) -> None:
+    def hover(self, chart, pixel):
         plot = self.one(f"[data-quantity={chart}] .plot")
         offset = round(pixel - plot.rect["width"] / 2)
         webdriver.ActionChains(self.browser, duration=0).move_to_element_with_offset(plot, offset, 0).perform()
 
-    def tip(self, chart: str) -> list[str]:
+    def tip(self, chart):
         """The lines of the box beside the crosshair; none when it is not shown."""
         box = self.one(f"[data-quantity={chart}] .tip")
         return box.text.splitlines() if box.is_displayed() else []
 
-    def texts(self, rows: str) -> list[list[str]]:
+    def texts(self, rows):
         """The cells of the rows of a table."""
         return [[cell.text for cell in row.find_elements("css selector", "th, td")] for row in self.all(rows)]
 
-    def ends(self) -> list[list[str]]:
+    def ends(self):
         """The table of where training ended."""
         return self.texts(".ends tbody tr")
 
 
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Callable[[Path], Page]]:
+def visit(browser):
     """Opens a page; afterwards the browser must have had nothing to complain about and nothing to fetch."""
 
-    def open_page(path: Path, width: int = 1300) -> Page:
+    def open_page(path, width=1300):
         metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         browser.get(path.as_uri())
@@ -200,8 +195,7 @@ def test_the_axes_can_be_time_or_epochs_and_logarithmic_or_linear(visit, compari
             assert [math.exp(seconds(x)) for x in pixels] == pytest.approx(times, rel=0.02)
     assert page.axis_title("damping") == "epochs"
     page.choose("epochs")
-    assert page.axis_title("train_loss") == "epochs"
-    assert "0" not in page.ticks("train_loss", "y")
+    assert page.axis_title("train_loss") == "epochs" and "0" not in page.ticks("train_loss", "y")
     page.choose("linear")
     losses = page.scale("train_loss", "y")
     assert [losses(y) for _, y in page.points("train_loss", "sgd")][1:] == pytest.approx([1.1, 0.7, 0.5], abs=0.01)
@@ -285,7 +279,7 @@ def test_curves_that_coincide_are_both_seen(visit, tmp_path):
     page = visit(page_of(tmp_path))
     assert page.points("train_loss", "smw-gn") == page.points("train_loss", "hf")
 
-    def style(label: str, part: str, name: str) -> str:
+    def style(label, part, name):
         element = page.all(f'[data-quantity=train_loss] .curve[data-label="{label}"] .{part}')[0]
         return element.value_of_css_property(name)
 
@@ -324,7 +318,7 @@ def test_each_data_set_has_a_section_of_its_own_and_names_are_shown_as_text(visi
 
 
 def test_the_page_fits_a_phone_and_a_dark_screen(visit, browser, comparison):
-    def background() -> str:
+    def background():
         return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
 
     page = visit(comparison, width=380)
@@ -352,8 +346,7 @@ def test_the_demo_shows_curves_pictures_and_tables_on_a_phone(visit, browser, co
         details.click()
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
     sizes = browser.execute_script("return [...document.images].map((image) => image.naturalWidth)")
-    assert sizes == [demo.GRID, 256, demo.GRID, 256]
-    assert page.labels("train_loss") == list(DEMO[::3])
+    assert sizes == [demo.GRID, 256, demo.GRID, 256] and page.labels("train_loss") == list(DEMO[::3])
     assert [row[0] for row in page.texts("#digits tbody tr")] == list(LOSSES)
     rows = page.texts("#fits tbody tr")
     assert [row[0] for row in rows] == list(DEMO)

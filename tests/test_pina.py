@@ -98,9 +98,8 @@ def test_the_rows_are_those_of_the_losses_of_pina(equation):
             B, g = B + share * torch.outer(row, row), g + share * number.detach() * row
     damping = 0.1
     expected = torch.linalg.solve(B + damping * torch.eye(len(g)), -g)
-    plain = woodbury.GaussNewton(
-        optimizer.model, nn.MSELoss(), damping=damping, forward=optimizer.forward, fallback="autograd"
-    )
+    settings = {"damping": damping, "forward": optimizer.forward, "fallback": "autograd"}
+    plain = woodbury.GaussNewton(optimizer.model, nn.MSELoss(), **settings)
     p = flatten(plain.direction(*seen["batch"]))
     assert reference.relative_error(p, expected) <= bounds.of_solve(B, damping)
 
@@ -113,8 +112,7 @@ def test_a_run_finds_the_solution_and_the_unknown():
     assert float(trainer.callback_metrics["train_loss"]) < 0.01
     assert set(trainer.callback_metrics) >= {"inside_loss", "edge_loss", "known_loss"}
     assert abs(float(given.unknown_parameters["rate"]) - 18) < 0.5
-    assert float((solver(KNOWN) - values(KNOWN)).abs().max()) < 0.05
-    assert trainer.global_step == 100
+    assert float((solver(KNOWN) - values(KNOWN)).abs().max()) < 0.05 and trainer.global_step == 100
 
 
 def test_what_cannot_be_taken_is_named():

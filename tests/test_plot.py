@@ -37,9 +37,8 @@ KINDS = {
 
 def fitted(kind, model=None, **settings):
     data, own = KINDS[kind]
-    return woodbury.fit(
-        model or network(), MSE, data, **{"progress": False, "metrics": METRICS, **own, **settings}
-    )
+    settings = {"progress": False, "metrics": METRICS, **own, **settings}
+    return woodbury.fit(model or network(), MSE, data, **settings)
 
 
 def judged_on(kind, fit):

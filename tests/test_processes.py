@@ -107,8 +107,7 @@ def test_steps_of_several_processes_are_those_of_one(world, turn):
     for case, (flat, damping, info, iterations) in zip(CASES, expected, strict=True):
         index = CASES.index(case)
         given = {"damping": info["damping"], "steps": iterations}
-        problem = make(case[0])
-        bound = bounds.of_step(problem.model, problem.loss, problem.inputs, problem.targets, **given)
+        bound = bounds.of_step(*make(case[0]), **given)
         # f(theta) - f(theta + p) cancels in the ratio
         of_info = bound * max(1.0, abs(info["loss"] / (info["ratio"] * info["predicted"])))
         for own in everyone:
@@ -124,9 +123,8 @@ def many_steps(rank, world):
     """24 steps in float32 with S2 drawn at random, momentum, dropout and uneven batches."""
     torch.manual_seed(rank)  # the models differ until the optimizer is made
     model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Dropout(0.1), nn.Linear(20, 3))
-    optimizer = woodbury.GaussNewton(
-        model, nn.CrossEntropyLoss(), lr=0.3, momentum=0.9, curvature_samples=0.5, seed=rank
-    )
+    settings = {"lr": 0.3, "momentum": 0.9, "curvature_samples": 0.5, "seed": rank}
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), **settings)
     generator = torch.Generator().manual_seed(10 + rank)
     losses = []
     for step in range(24):
@@ -264,9 +262,8 @@ def test_groups_of_processes_can_be_chosen():
 
 
 def step_until_one_is_killed(rank, folder):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+    place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 2}
+    torch.distributed.init_process_group("gloo", **place, timeout=timedelta(seconds=20))
     model = nn.Linear(3, 2)
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
     for step in range(100):
@@ -403,29 +400,19 @@ APART = {
 }
 
 
+NEAR = judged(0, 2)
+METRICS = [{"validation": judged(rank, 2), "metrics": {"own": own}} for rank, own in enumerate((max, mean_square))]
 # that arise in the midst of a fit, and say which process has failed
 FAILING = {
-    "a metric that fails": (
-        lambda rank: (
-            parts(rank, 2),
-            {"validation": judged(rank, 2), "metrics": {"own": [max, mean_square][rank]}},
-        ),
-        "metric 'own'",
-    ),
+    "a metric that fails": (fit_of(*METRICS), "metric 'own'"),
     "a loader that fails": (stream_of_second(2, lambda: 1 / 0), "division"),
     "an empty loader": (lambda rank: (Stream([] if rank else parts(0, 2)), {}), "no batches"),
     "a callback that fails": (fit_of(second={"callback": raising(OSError, 2)}), "no more"),
     "a full disk": (fit_of(first={"record": FullDisk()}), "disk is full"),
-    "bad validation": (
-        lambda rank: (parts(rank, 2), {"steps": 3, "validation": (judged(0, 2)[0][:, rank:], judged(0, 2)[1])}),
-        "does not go with",
-    ),
+    "bad validation": (fit_of(validation=NEAR, second={"validation": (NEAR[0][:, 1:], NEAR[1])}), "not go with"),
 }
 REFUSED = {
-    "a pair and a loader": (
-        lambda rank: (regression(8) if rank else parts(0, 2), {"steps": 3}),
-        "pass each a loader",
-    ),
+    "pair and loader": (lambda rank: (regression(8) if rank else parts(0, 2), {"steps": 3}), "pass each a loader"),
     "pairs": (lambda rank: (regression(8), {"steps": 3}), "pass each a loader of its own samples"),
     "samplers": (lambda rank: (regression, {"steps": 3}), "pass each a loader of its own samples"),
     "evidence": (lambda rank: (regression(8), {"steps": 3, "weight_decay": "evidence"}), "one process"),
@@ -542,9 +529,8 @@ class KilledError(BaseException):
 def shuffled(rank):
     """Batches in an order of this process's own, and dropout with random numbers of its own."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*regression(12 + 8 * rank, seed=rank)), 4, shuffle=True, generator=generator
-    )
+    data = torch.utils.data.TensorDataset(*regression(12 + 8 * rank, seed=rank))
+    return torch.utils.data.DataLoader(data, 4, shuffle=True, generator=generator)
 
 
 def with_dropout(seed=3):

@@ -5,7 +5,6 @@ import re
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 PAGES = sorted((README.parent / "docs").rglob("*.md"))
 
 
-def shown_after(text: str) -> list[tuple[str, str]]:
+def shown_after(text):
     """The blocks of a page, and the indented lines under each: what it prints."""
     found = re.findall(r"^```python\n(.*?)^```\n(?:\n((?:    [^\n]*\n)+))?", text, flags=re.DOTALL | re.MULTILINE)
     return [(code, re.sub("^    ", "", shown, flags=re.MULTILINE)) for code, shown in found]
@@ -22,7 +21,7 @@ def shown_after(text: str) -> list[tuple[str, str]]:
 
 def test_the_examples_run_and_print_what_they_show(capsys):
     """One after the other, as a reader types them."""
-    names: dict[str, Any] = {}
+    names = {}
     examples = shown_after(README.read_text(encoding="utf-8"))
     assert len(examples) == 4 and all(shown for _, shown in examples)
     with torch.random.fork_rng():
@@ -47,7 +46,7 @@ BY_THEIR_OWN_TESTS = {"deepxde.md", "doors.md", "models.md", "pina.md", "precisi
 NEEDED = {"tracking.md": ("tensorboard", "wandb")}  # packages that a page is about
 
 
-def blocks(page: Path, mark: str) -> list[str]:
+def blocks(page, mark):
     return re.findall(rf"^```{mark}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
@@ -58,7 +57,7 @@ def test_code_in_the_docs_runs(page, tmp_path, monkeypatch):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     with torch.random.fork_rng():
         for number, example in enumerate(blocks(page, "python"), start=1):
             exec(compile(example, f"{page.name}, block {number}", "exec"), names)
@@ -72,9 +71,8 @@ def test_code_for_other_libraries_runs(library, tmp_path, monkeypatch):
     pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     page = README.parent / "docs" / "doors.md"
-    (example,) = [
-        block for block in blocks(page, "py") if re.search(rf"^import .*\b{library}\b", block, re.MULTILINE)
-    ]
+    imported = re.compile(rf"^import .*\b{library}\b", re.MULTILINE)
+    (example,) = [block for block in blocks(page, "py") if imported.search(block)]
     with torch.random.fork_rng():
         exec(compile(example, f"{page.name}, {library}", "exec"), {"__name__": "__main__"})
 
@@ -83,9 +81,8 @@ def test_no_code_is_left_out():
     """A fenced block is marked as what some test runs; commands are indented."""
     for page in PAGES:
         fences = re.findall(r"^ *```(\S*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        assert set(fences) <= ({"", "py", "python"} if page.name in BY_THEIR_OWN_TESTS else {"", "python"}), (
-            page.name
-        )
+        marks = {"", "py", "python"} if page.name in BY_THEIR_OWN_TESTS else {"", "python"}
+        assert set(fences) <= marks, page.name
         assert len(fences) == 2 * sum(len(blocks(page, mark)) for mark in ("py", "python")), page.name
 
 

@@ -4,10 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -24,41 +21,40 @@ from woodbury.runs.records import is_complete, load
 from woodbury.runs.storage import RunFolderError
 
 EPOCHS, BATCHES = 3, 4
-RUN: dict[str, Any] = {"problem": "waves", "method": "mine"}
+RUN = {"problem": "waves", "method": "mine"}
 
 
-def start(folder: Path, method: str = "mine", seed: int = 0, **more: Any) -> woodbury.Recorder:
+def start(folder, method="mine", seed=0, **more):
     return woodbury.Recorder(folder, problem="waves", method=method, seed=seed, **more)
 
 
-def numbers_of(folder: Path) -> list[int]:
+def numbers_of(folder):
     """The steps that a folder holds."""
     (run,) = load([folder])
     return [record["step"] for record in run.steps]
 
 
-def assert_refused(folder: Path, message: str, **asked: Any) -> None:
+def assert_refused(folder, message, **asked):
     """A recorder of this folder is refused, and changes nothing."""
     before = contents(folder)
     with pytest.raises(RunFolderError, match=message) as raised:
         woodbury.Recorder(folder, **asked)
-    assert str(folder) in str(raised.value)
-    assert contents(folder) == before
+    assert str(folder) in str(raised.value) and contents(folder) == before
 
 
-def problem(seed: int) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+def problem(seed):
     torch.manual_seed(seed)
     inputs = torch.randn(40, 3)
     return problems.mlp(3, 5, 1), nn.MSELoss(), inputs, inputs[:, :1].sin()
 
 
-def loop(folder: Path, method: str, seed: int, **more: float) -> tuple[list[Any], list[dict[str, float]]]:
+def loop(folder, method, seed, **more):
     """Train as a user would; what was told to the recorder in each step and each epoch."""
     model, loss, inputs, targets = problem(seed)
     newton = woodbury.GaussNewton(model, loss)
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    steps: list[Any] = []
-    epochs: list[dict[str, float]] = []
+    steps = []
+    epochs = []
     with start(folder, method, seed, settings={"lr": 0.01}) as record:
         for _ in range(EPOCHS):
             for batch in torch.arange(40).split(40 // BATCHES):
@@ -85,8 +81,7 @@ def test_what_a_loop_records_is_read_back(method, tmp_path):
     (run,) = load([tmp_path / "run"])
     config = run.config
     assert (config.dataset, config.optimizer, config.seed, config.recorded) == ("waves", method, 3, True)
-    assert config.settings == {"lr": 0.01}
-    assert config.versions["torch"] == torch.__version__
+    assert config.settings == {"lr": 0.01} and config.versions["torch"] == torch.__version__
     assert [record["step"] for record in run.steps] == list(range(1, EPOCHS * BATCHES + 1))
     assert [record["epoch"] for record in run.steps] == [1 + step // BATCHES for step in range(EPOCHS * BATCHES)]
     for record, told in zip(run.steps, steps, strict=True):
@@ -119,11 +114,11 @@ def test_numbers_of_any_kind_are_read(tmp_path):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+def clock(monkeypatch):
     """Lets time pass by a call, and by a second in each write."""
     now = [100.0]
 
-    def pass_time(seconds: float) -> None:
+    def pass_time(seconds):
         now[0] += seconds
 
     write = module.Records.write
@@ -215,7 +210,7 @@ def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path, clock):
     assert is_complete(tmp_path) and len(load([tmp_path])[0].epochs) == 3
 
 
-def record_and_be_killed(folder: Path) -> None:
+def record_and_be_killed(folder):
     record = woodbury.Recorder(folder, **RUN)
     record.epoch(train_loss=2.0, epoch=0)
     for _ in range(7):
@@ -241,10 +236,10 @@ def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(method, a
     with start(tmp_path) as record:
         record.epoch(train_loss=1.0, epoch=0)
         record.step(loss=1.0)
-        records: Any = record._records
+        records = record._records
         file, records._file = records._file, Mock(wraps=records._file, closed=False)
 
-        def interrupt(*arguments: Any) -> None:
+        def interrupt(*arguments):
             getattr(records._file, method).side_effect = None  # once
             if after:
                 getattr(file, method)(*arguments)
@@ -360,7 +355,7 @@ def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path):
 
 
 @pytest.fixture
-def report() -> Any:
+def report():
     pytest.importorskip("matplotlib")
     from woodbury.runs import report
 
@@ -387,8 +382,7 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
     middles = [median(told["newton", seed][epoch]["train_loss"] for seed in range(2)) for epoch in range(EPOCHS)]
     assert own["train_loss"]["middle"] == pytest.approx(middles, rel=1e-4)  # five digits
     assert own["train_loss"]["epochs"] == [1, 2, 3] and "test loss" not in section["ends"]["columns"]
-    assert own["damping"]["epochs"][-1] == EPOCHS
-    assert dict(section["facts"])["batch"] == "60 samples"
+    assert own["damping"]["epochs"][-1] == EPOCHS and dict(section["facts"])["batch"] == "60 samples"
     assert "of a recorded loop all but its pauses." in section["note"]
     assert report.draw(runs).get_suptitle().startswith("waves: network 4-3-2, batches of 60")
 

@@ -65,9 +65,8 @@ def test_replayed_steps_are_the_ordinary_ones(method, settings, curvature_sample
     monkeypatch.setattr(recording, "record", record)
     monkeypatch.setattr(recorded, "moving_state", on_a_device)
     problem, same = problems.make("softmax"), problems.make("softmax")
-    ordinary, replaying = (
-        method(p.model, p.loss, curvature_samples=curvature_samples, seed=0, **settings) for p in (problem, same)
-    )
+    settings |= {"curvature_samples": curvature_samples, "seed": 0}
+    ordinary, replaying = (method(p.model, p.loss, **settings) for p in (problem, same))
     bound, replayed = bounds.of_verify(ordinary, problem.inputs, problem.targets, steps=8), 0
     for step in range(8):
         if step == 5:

@@ -12,18 +12,14 @@ import bounds
 import woodbury
 from cases import all_pairs, every_pair
 from fuzz.models import Parts
-from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows
+from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows
 from woodbury.layers import ExplicitRows
 from woodbury.layers.maps import recurrent_forward
 
 N, LENGTH, FEATURES, WIDTH = 5, 3, 4, 3
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "relu": partial(nn.RNN, nonlinearity="relu")}
-CELLS = {
-    "lstm": nn.LSTMCell,
-    "gru": nn.GRUCell,
-    "rnn": nn.RNNCell,
-    "relu": partial(nn.RNNCell, nonlinearity="relu"),
-}
+CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell}
+CELLS["relu"] = partial(nn.RNNCell, nonlinearity="relu")
 
 
 class Reader(nn.Module):
@@ -100,9 +96,8 @@ def test_a_pass_by_steps_gives_what_torch_gives(kind, layers, both_ways, first, 
     """Masks too. An entry is a sum of a few terms of size 1, carried through all steps and layers."""
     if layers == 1:
         dropout = 0.0
-    layer = LAYERS[kind](
-        FEATURES, WIDTH, num_layers=layers, bidirectional=both_ways, batch_first=first, dropout=dropout
-    ).double()
+    options = {"num_layers": layers, "bidirectional": both_ways, "batch_first": first, "dropout": dropout}
+    layer = LAYERS[kind](FEATURES, WIDTH, **options).double()
     inputs = batch()[0]
     for given in (inputs if first else inputs.transpose(0, 1), torch.randn(7, 6, FEATURES, dtype=torch.float64)):
         torch.manual_seed(1)
@@ -127,15 +122,7 @@ def test_steps_of_recurrent_layers_with_dropout_need_no_fallback(kind):
         for n in (N, LENGTH, N):
             inputs, targets = batch(n)
             assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets)
-            state = torch.get_rng_state()
-            subset = list(range(n))
-            before = LOSS(model(inputs), targets).detach()
-            torch.set_rng_state(state)
-            info = optimizer.step(inputs, targets, subset=subset)
-            torch.set_rng_state(state)
-            after = LOSS(model(inputs), targets).detach()  # with the masks of the step
-            bound = bounds.of_decrease(before, before - after, sum(p.numel() for p in model.parameters()))
-            assert float(info.ratio * info.predicted) == pytest.approx(float(before - after), rel=bound)
+            check_ratio(optimizer, inputs, targets, subset=list(range(n)))  # with the same masks
         forms = woodbury.rows(model, LOSS, inputs, targets).forms
         assert not any(isinstance(form, ExplicitRows) for form in forms.values())
 

@@ -3,10 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from woodbury.policies.plain import from_plain, to_plain
 from woodbury.runs import report
 from woodbury.runs.config import RunConfig
 from woodbury.runs.medians import groups_of, looks_of
-from woodbury.runs.panels import Panel, describe
+from woodbury.runs.panels import describe
 from woodbury.runs.storage import RunFolderError
 
 FIELDS = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
@@ -27,22 +24,22 @@ LM = {"LevenbergMarquardt": FIELDS}
 
 
 def write_run(
-    folder: Path,
-    optimizer: str = "smw-gn",
-    seed: int = 0,
-    losses: Sequence[float | None] = (2.0, 1.0),  # after each epoch, from epoch 0 on
+    folder,
+    optimizer="smw-gn",
+    seed=0,
+    losses=(2.0, 1.0),  # after each epoch, from epoch 0 on
     *,
-    dataset: str = "digits",
-    settings: dict[str, Any] | None = None,
-    errors: Sequence[float] | None = None,
-    planned: int | None = None,
-    steps_per_epoch: int = 4,
-    seconds_per_epoch: float = 0.5,
-    dampings: Sequence[float | None] | None = None,  # of each step
-    ratios: Sequence[float | None] | None = None,
-    extra_steps: int = 0,  # of an epoch that was not finished
-    **config: Any,
-) -> Path:
+    dataset="digits",
+    settings=None,
+    errors=None,
+    planned=None,
+    steps_per_epoch=4,
+    seconds_per_epoch=0.5,
+    dampings=None,  # of each step
+    ratios=None,
+    extra_steps=0,  # of an epoch that was not finished
+    **config,
+):
     folder.mkdir(parents=True, exist_ok=True)
     damped = optimizer not in ("sgd", "adam")
     if settings is None:
@@ -51,7 +48,7 @@ def write_run(
     epochs = len(losses) - 1
     config = {"widths": (4, 3, 2), "batch_size": 60, "epochs": epochs if planned is None else planned, **config}
     RunConfig(dataset, optimizer, settings, seed=seed, **config).save(folder)
-    records: list[dict[str, Any]] = []
+    records = []
     for step in range(epochs * steps_per_epoch + extra_steps + 1):
         epoch = math.ceil(step / steps_per_epoch)
         place = {"epoch": epoch, "step": step, "seconds": step / steps_per_epoch * seconds_per_epoch}
@@ -68,32 +65,32 @@ def write_run(
     return folder
 
 
-def page_data(runs: Sequence[report.Run]) -> list[dict[str, Any]]:
+def page_data(runs):
     """The numbers inside the page."""
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', report.html(runs), re.DOTALL)
     assert match is not None
     return json.loads(match[1])
 
 
-def curves_by_quantity(section: dict[str, Any], label: str) -> dict[str, Any]:
+def curves_by_quantity(section, label):
     """The curves of one method on the page."""
     drawing = section["drawing"]
     index = [entry["label"] for entry in drawing["legend"]].index(label)
     return {panel["quantity"]: panel["curves"][index] for panel in drawing["panels"] if panel["curves"][index]}
 
 
-def curves_of(path: Path, label: str = "smw-gn") -> dict[str, Any]:
+def curves_of(path, label="smw-gn"):
     (section,) = page_data(report.load([path]))
     return curves_by_quantity(section, label)
 
 
-def ends_by_label(runs: Sequence[report.Run]) -> dict[str, dict[str, str]]:
+def ends_by_label(runs):
     """The table of the page: of each method the texts by column."""
     tables = [section["ends"] for section in page_data(runs)]
     return {row[0]: dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]}
 
 
-def panels_of(path: Path) -> dict[str, Panel]:
+def panels_of(path):
     """The description from which both the figure and the page are drawn."""
     return {panel.quantity: panel for panel in describe(groups_of(report.load([path]))).panels}
 
@@ -115,8 +112,7 @@ def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_wor
     assert (newton["test error"], newton["seeds"]) == ("2.00 %", "3")
     assert (newton["damping"], newton["ms / step"]) == ("0.656", "125")  # 0.9^4, and 0.5 s for four steps
     assert (sgd["train loss"], sgd["test error"], sgd["best test error"]) == ("0.700", "30.00 %", "20.00 %")
-    assert sgd["damping"] == "–"
-    assert (adam["train loss"], adam["seeds"]) == ("diverged", "3")
+    assert sgd["damping"] == "–" and (adam["train loss"], adam["seeds"]) == ("diverged", "3")
     curve = curves_of(tmp_path, "adam")["train_loss"]
     assert (curve["low"][-1], curve["middle"][-1], curve["high"][-1]) == (0.1, None, None)
 
@@ -126,14 +122,9 @@ def test_damping_and_ratio_are_drawn_over_epochs(tmp_path):
     ratios = generator.normal(0.5, 1.0, size=(3, 80))
     dampings = generator.uniform(0.1, 1, size=(3, 80))
     for seed in range(3):
-        write_run(
-            tmp_path / f"{seed}",
-            seed=seed,
-            losses=[2.0, 1.0, 0.5],
-            steps_per_epoch=40,
-            dampings=dampings[seed].tolist(),
-            ratios=[*ratios[seed, :-1].tolist(), None],  # -inf is null in a record
-        )
+        settings = {"losses": [2.0, 1.0, 0.5], "steps_per_epoch": 40, "dampings": dampings[seed].tolist()}
+        of_steps = [*ratios[seed, :-1].tolist(), None]  # -inf is null in a record
+        write_run(tmp_path / f"{seed}", seed=seed, ratios=of_steps, **settings)
     curves = curves_of(tmp_path)
     assert curves["damping"]["epochs"] == pytest.approx(np.arange(1, 81) / 40)
     assert curves["damping"]["middle"] == pytest.approx(np.median(dampings, axis=0), rel=1e-4)
@@ -182,8 +173,7 @@ def test_runs_are_found_one_and_two_levels_down_and_counted_once(tmp_path):
     fresh = write_run(runs / "fresh", seed=1)
     (fresh / "records.jsonl").write_text("")  # no result yet: left out
     assert len(report.load([runs / "digits-1" / "sgd-seed0"])) == 1
-    assert len(report.load([runs / "digits-1"])) == 2
-    assert len(report.load([runs])) == 3
+    assert len(report.load([runs / "digits-1"])) == 2 and len(report.load([runs])) == 3
     assert len(report.load([runs, runs / "digits-1", runs / ".." / "runs" / "adam-seed0"])) == 3
 
 
@@ -194,9 +184,8 @@ def test_optimizers_have_one_order_and_one_look_in_every_report(tmp_path):
             write_run(tmp_path / "runs" / f"{index}-{seed}", name, seed=seed)
     runs = report.load([tmp_path / "runs"])
     ordered = ["smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac", "sgd", "adam", "alpha", "zeta"]
-    assert [(run.config.optimizer, run.config.seed) for run in runs] == [
-        (name, s) for name in ordered for s in (0, 1)
-    ]
+    found = [(run.config.optimizer, run.config.seed) for run in runs]
+    assert found == [(name, s) for name in ordered for s in (0, 1)]
     looks = {group.label: group.look for group in groups_of(runs)}
     assert len(set(looks.values())) == len(ordered)
     for group in groups_of([run for run in runs if run.config.optimizer in ("adam", "hf")]):
@@ -236,16 +225,12 @@ def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path):
     (tmp_path / "note.txt").write_text("not JSON")
     fresh = write_run(tmp_path / "fresh")
     (fresh / "records.jsonl").unlink()
-    for path, message in {
-        tmp_path / "absent": "does not exist",
-        tmp_path / "empty": "holds no run folders",
-        tmp_path / "note.txt": "holds no run folders",
-        fresh: "no run has a result yet",
-    }.items():
+    messages = {"absent": "does not exist", "empty": "holds no run folders", "note.txt": "holds no run folders"}
+    for name, message in {**messages, "fresh": "no run has a result yet"}.items():
+        path = tmp_path / name
         with pytest.raises(RunFolderError, match=message) as raised:
             report.load([path])
-        assert str(path) in str(raised.value)
-        assert "\n" not in str(raised.value)
+        assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
 # -- writing
@@ -260,8 +245,7 @@ def test_write_leaves_a_figure_and_a_page_in_its_folder_the_same_every_time(tmp_
     page, figure = report.write(runs, out)
     before = contents(out)
     assert [page.name, figure.name] == ["report.html", "..%2fmnist.png"] == sorted(before, reverse=True)
-    assert before["report.html"].decode() == report.html(runs)
-    assert before[figure.name].startswith(b"\x89PNG")
+    assert before["report.html"].decode() == report.html(runs) and before[figure.name].startswith(b"\x89PNG")
     report.write(runs, out)
     with pytest.raises(OSError):
         report.write(runs, page / "out")
@@ -273,8 +257,7 @@ def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path):
     folder = write_run(tmp_path, losses=[2.0] + 10 * [1.0], steps_per_epoch=1000, dampings=dampings)
     curve = curves_of(folder)["damping"]
     steps = np.round(1000 * np.array(curve["epochs"]))
-    assert (steps[0], steps[-1]) == (1, 10_000) and 200 <= len(steps) <= 300
-    assert set(np.diff(steps)) <= {40, 41}
+    assert (steps[0], steps[-1]) == (1, 10_000) and 200 <= len(steps) <= 300 and set(np.diff(steps)) <= {40, 41}
     assert curve["middle"] == pytest.approx([dampings[int(step) - 1] for step in steps], rel=1e-4)
 
 
@@ -331,7 +314,7 @@ def test_axes_are_logarithmic_where_they_can_and_have_a_place_for_zero(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "start, end", [(2.33, 1.24), (0.9, 0.5), (0.07, 0.06), (140.0, 130.0), (1e-5, 1e-9), (3e7, 2e3)]
+    "start, end", [(2.33, 1.24), (0.9, 0.5), (0.07, 0.06), (140, 130), (1e-5, 1e-9), (3e7, 2e3)]
 )
 def test_a_logarithmic_axis_has_enough_labels(tmp_path, start, end):
     write_run(tmp_path / "a", losses=[start, end])
@@ -361,8 +344,7 @@ def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(tmp_p
 def test_neither_a_high_start_nor_a_diverging_run_squeezes_the_curves(tmp_path):
     write_run(tmp_path / "start", losses=[2.0, 1.0, 0.1, 0.01], errors=[0.9, 0.05, 0.03, 0.02])
     panels = panels_of(tmp_path / "start")
-    assert 5 < panels["test_error"].y["log"].high < 10
-    assert panels["train_loss"].y["log"].high > 2
+    assert 5 < panels["test_error"].y["log"].high < 10 and panels["train_loss"].y["log"].high > 2
     write_run(tmp_path / "diverging" / "a", losses=[2.0, 1.0, 0.5, 0.2])
     write_run(tmp_path / "diverging" / "b", "sgd", losses=[2.0, 1e3, 1e30, None])
     assert panels_of(tmp_path / "diverging")["train_loss"].y["log"].high < 100

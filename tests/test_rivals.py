@@ -72,9 +72,8 @@ def test_step_is_factored_tikhonov_written_out(weight_decay):
         x = problem.inputs[i]
         z = first(x).detach()
         v = problem.model[1](z)
-        H = torch.autograd.functional.hessian(
-            lambda y, i=i: problem.loss(y, problem.targets[i]), second(v).detach()
-        )
+        loss_at = lambda y, i=i: problem.loss(y, problem.targets[i])  # noqa: E731
+        H = torch.autograd.functional.hessian(loss_at, second(v).detach())
         through = torch.autograd.functional.jacobian(lambda z: second(problem.model[1](z)), z)
         for name, inputs, block in (("0", x, through.T @ H @ through), ("2", v, H)):
             a = torch.cat([inputs, one])
@@ -99,26 +98,23 @@ def test_step_is_factored_tikhonov_written_out(weight_decay):
 def test_predicted_decrease_is_that_of_its_own_model(name, weight_decay, refresh):
     """m(0) - m(p) = -g.p - p (A (x) G) p / 2 with the factors that were inverted, as a dense matrix."""
     problem = problems.make(name)
-    optimizer = woodbury.KFAC(
-        problem.model, problem.loss, lr=0.1, damping=0.1, weight_decay=weight_decay, refresh=refresh
-    )
+    settings = {"lr": 0.1, "damping": 0.1, "weight_decay": weight_decay, "refresh": refresh}
+    optimizer = woodbury.KFAC(problem.model, problem.loss, **settings)
     used = None
     for step in range(1, 6):
         theta = reference.theta(problem.model)
-        g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+        g = reference.gradient(*problem)
         p = flatten(optimizer.direction(problem.inputs, problem.targets))
         info = optimizer.step(problem.inputs, problem.targets)
         if step <= 3 or step % refresh == 0:
             used = copy.deepcopy(optimizer.state["averages"])
         modules = {layer: problem.model.get_submodule(layer) for layer in used}
-        B = torch.block_diag(
-            *(kronecker_block(used[layer], own.out_features, own.in_features) for layer, own in modules.items())
-        )
+        blocks = [kronecker_block(used[name], own.out_features, own.in_features) for name, own in modules.items()]
+        B = torch.block_diag(*blocks)
         predicted = -(g + weight_decay * theta) @ p - 0.5 * p @ B @ p - 0.5 * weight_decay * p @ p
         bound = bounds.of_solve(B, 0.1 + weight_decay)
         assert abs(info.predicted - predicted) <= bound * (g + weight_decay * theta).norm() * p.norm()
-        assert abs(info.step_norm - p.norm()) <= bound * p.norm()
-        assert info.predicted > 0
+        assert abs(info.step_norm - p.norm()) <= bound * p.norm() and info.predicted > 0
         moved = reference.theta(problem.model) - theta
         assert (moved - 0.1 * p).norm() <= bound * p.norm() + bounds.rounding(1) * theta.norm()
 
@@ -126,8 +122,7 @@ def test_predicted_decrease_is_that_of_its_own_model(name, weight_decay, refresh
 def test_averages_follow_the_schedule_of_martens_and_grosse():
     """After step t the average is w old + (1 - w) new with w = min(1 - 1/t, decay)."""
     x, t = batch(8, 3, 2)
-    model = nn.Linear(3, 2).double()
-    optimizer = woodbury.KFAC(model, nn.MSELoss(), decay=0.7)
+    optimizer = woodbury.KFAC(nn.Linear(3, 2).double(), nn.MSELoss(), decay=0.7)
     expected = torch.zeros(4, 4).double()
     for step in range(1, 8):
         part = x[step - 1 : step + 1]
@@ -195,8 +190,7 @@ def test_a_batch_that_overflows_leaves_the_averages_alone():
     info = optimizer.step(1e25 * x, t)
     assert torch.isfinite(info.loss) and not info.accepted
     assert all(torch.equal(state[a][b], optimizer.state["averages"][a][b]) for a in state for b in state[a])
-    assert optimizer.state["factor_steps"] == 1
-    assert optimizer.step(x, t).accepted
+    assert optimizer.state["factor_steps"] == 1 and optimizer.step(x, t).accepted
 
 
 def test_a_parameter_frozen_or_thawed_on_the_way_starts_its_layer_anew():
@@ -271,5 +265,4 @@ def test_any_model_has_the_dense_step_without_a_rule(make):
     p = optimizer.direction(inputs, targets, subset=[0, 3])
     assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.1)
     infos = [optimizer.step(inputs, targets) for _ in range(10)]
-    assert 0 < optimizer.iterations <= 300
-    assert infos[0].accepted and infos[-1].loss < infos[0].loss
+    assert 0 < optimizer.iterations <= 300 and infos[0].accepted and infos[-1].loss < infos[0].loss

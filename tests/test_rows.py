@@ -18,8 +18,7 @@ from woodbury.model.capture import GraphCapture
 
 @problems.every_problem
 def test_rows_equal_a_loop_over_samples(name):
-    problem = problems.make(name)
-    check_rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    check_rows(*problems.make(name))
 
 
 def chain(function):
@@ -51,7 +50,7 @@ def test_rows_are_exact_whatever_stands_between_the_layers(between):
     """Chains have a way of their own through the columns; what is no chain must not be taken for one."""
     problem = problems.make("softmax-probabilities")
     problem.model = chain(BETWEEN[between]).double()
-    check_rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    check_rows(*problem)
 
 
 def overwriting():
@@ -152,7 +151,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 @every_model
 def test_the_head_of_a_form_is_its_first_rows(name):
     problem = problems.make(name)
-    made = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets, fallback="autograd")
+    made = woodbury.rows(*problem, fallback="autograd")
     samples = len(problem.targets)
     row_count = made.row_count // samples * (samples - 1)
     for form in made.forms.values():
@@ -168,7 +167,7 @@ def test_products_with_rows_are_the_same_once_curvature_has_written_them_out():
     """In the order of the parameters alone: blocks of some of them, or in another order, are not U."""
     problem = problems.make("squared")
     names = [name for name, _ in problem.model.named_parameters()]
-    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    rows = woodbury.rows(*problem)
     U = rows.dense()
     v, c = rows.plan.space.vector(torch.randn(U.shape[1]).double()), torch.randn(len(U)).double()
     for blocks, is_written in (([names[:1]], False), ([names[::-1]], False), ([names], True)):

@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 import bounds
 from woodbury.device import scalars
-from woodbury.device.scalars import (
-    Number,
-    as_double,
-    as_truth,
-    compute,
-    ratio_where,
-    root,
-    scaled_if,
-    where,
-)
+from woodbury.device.scalars import Number, as_double, as_truth, compute, ratio_where, root, scaled_if, where
 
 COMPARISONS = [operator.gt, operator.ge, operator.lt]
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, *COMPARISONS]
@@ -60,8 +51,7 @@ def test_choices_roots_and_magnitudes_are_those_of_plain_numbers(values):
     a, b, c = numbers(values)
     x, y, z = values
     truth, both = x > y, (x > y) & (y > z)
-    assert bool(as_truth(a > b)) == truth
-    assert bool(as_truth((a > b) & (b > c))) == both
+    assert bool(as_truth(a > b)) == truth and bool(as_truth((a > b) & (b > c))) == both
     assert bool(as_truth(True & (b > c))) == (y > z)
     expected = {
         "where": (where(a > b, c, 2.0), z if truth else 2.0),
@@ -79,18 +69,14 @@ def test_a_number_is_a_tensor_to_torch_and_to_tensors():
     vector = torch.arange(3, dtype=torch.float32)
     for value in (vector * (a + b), (a + b) * vector, torch.mul(vector, a + b)):
         assert torch.equal(value, 5 * vector)
-    assert torch.equal((a + b) - vector, 5 - vector)
-    assert vector.clone().add_(a).dtype == torch.float32
-    assert torch.equal(
-        torch.stack([a.tensor(), b.tensor()]), torch.stack([torch.as_tensor(x) for x in compute(a, b)])
-    )
-    assert float(torch.tensor(2.0) * a) == 4.0
+    assert torch.equal((a + b) - vector, 5 - vector) and vector.clone().add_(a).dtype == torch.float32
+    both = torch.stack([torch.as_tensor(x) for x in compute(a, b)])
+    assert torch.equal(torch.stack([a.tensor(), b.tensor()]), both) and float(torch.tensor(2.0) * a) == 4.0
 
 
 def test_a_number_answers_as_its_tensor_where_more_is_asked():
     (a,) = numbers([2.0])
-    assert float((a + 1).clamp(max=2.5)) == 2.5
-    assert float(-a) == -2.0 and float(a**2) == 4.0
+    assert float((a + 1).clamp(max=2.5)) == 2.5 and float(-a) == -2.0 and float(a**2) == 4.0
     assert float(torch.where((a > 1) | (a > 5), a, 0.0)) == 2.0 and not bool(~(a > 1))
     with pytest.raises(AttributeError):
         a.nothing  # noqa: B018
@@ -119,9 +105,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize(
-    "values", [(1.5, -2.0, 3.0), (0.0, 0.0, 1.0), (math.nan, 1.0, 2.0), (math.inf, -1.0, 0.0)]
-)
+@pytest.mark.parametrize("values", [(1.5, -2.0, 3.0), (0.0, 0.0, 1.0), (math.nan, 1.0, 2.0), (math.inf, -1, 0.0)])
 def test_one_kernel_gives_what_ordinary_operations_give(values):
     def arithmetic(a, b, c):
         ratio = ratio_where((abs(a + b) < math.inf) & (b > 0), a, b, -math.inf)

@@ -2,7 +2,6 @@
 
 import random
 import re
-import warnings
 from functools import partial
 
 import numpy
@@ -19,6 +18,7 @@ import problems
 import reference
 import woodbury
 from cases import all_pairs, every_pair
+from checks import random_states, refused, restore, silence, told
 from fuzz.cases import laplacians
 from fuzz.models import Attention, Parts, bare, list_twice
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows, shaken
@@ -55,19 +55,6 @@ def check_verify(optimizer, inputs, targets):
     """The residual of p is rounding; lmax of m samples is at most n / m times that of all n."""
     share = len(targets) / (optimizer.curvature_samples or len(targets))
     assert optimizer.verify(inputs, targets) <= share * bounds.of_verify(optimizer, inputs, targets)
-
-
-def check_functions(model, loss, inputs, targets, forward, subset=(3, 0), damping=0.05, **options):
-    """p of functions of a model, full and by layer, and its residual."""
-    for kind, method in METHODS.items():
-        for blocks in ("full", "layer"):
-            optimizer = method(model, loss, damping=damping, blocks=blocks, forward=forward, **options)
-            expected, B, _ = reference.dense_direction(
-                model, loss, inputs, targets, list(subset), damping, kind, blocks, forward=forward
-            )
-            p = flatten(optimizer.direction(inputs, targets, subset=subset))
-            assert reference.relative_error(p, expected) <= bounds.of_solve(B, damping)
-            assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets)
 
 
 def two_layers(run):
@@ -134,9 +121,9 @@ def pairs(a, b, o, bias):
     return Parts(run, pair=nn.Bilinear(a, b, o, bias=bias), head=nn.Linear(o, CLASSES))
 
 
-def repeated(layer, calls):
+def repeated(make, calls):
     """A layer applied several times, each time to what it gave before."""
-    return nn.Sequential(*[layer, nn.Tanh()] * calls, nn.Flatten(), nn.LazyLinear(CLASSES))
+    return nn.Sequential(*[make(), nn.Tanh()] * calls, nn.Flatten(), nn.LazyLinear(CLASSES))
 
 
 class Words(nn.Module):
@@ -175,7 +162,7 @@ def test_forms_of_shared_parameters():
     forms = forms_of(Words(5, 3, None, tied=True, bias=True, twice=True), torch.randint(5, (N, 3)))
     assert isinstance(forms["words"], SumRows) and isinstance(forms["head"], SharedRows)
     assert isinstance(forms["words"].uses[0].form, EmbeddingRows) and len(forms["words"].uses) == 2
-    forms = forms_of(repeated(nn.Linear(3, 3), 2), batch(3)[0])
+    forms = forms_of(repeated(lambda: nn.Linear(3, 3), 2), batch(3)[0])
     assert isinstance(forms["0"], SharedRows) and isinstance(forms["5"], OuterRows)
     forms = forms_of(encoder(), batch(3, 4)[0])
     assert all("norm" in name for name, form in forms.items() if isinstance(form, ExplicitRows))
@@ -187,9 +174,8 @@ def test_forms_of_shared_parameters():
 def test_a_module_with_two_names_keeps_its_parameters_and_moves():
     """torch.func.functional_call leaves such a module with the tensors of the call."""
     layer = nn.Linear(3, 3)
-    model = Parts(
-        lambda m, x: m.b(torch.tanh(m.a(x))) * torch.sin(m.gain.weight), a=layer, b=layer, gain=nn.Linear(3, 1)
-    )
+    run = lambda m, x: m.b(torch.tanh(m.a(x))) * torch.sin(m.gain.weight)  # noqa: E731
+    model = Parts(run, a=layer, b=layer, gain=nn.Linear(3, 1))
     model, inputs, targets = model.double(), torch.randn(N, 3).double(), torch.randn(N, 3).double()
     before = dict(model.named_parameters())
     options = {"fallback": "autograd", "search": woodbury.CurvedSearch()}
@@ -217,11 +203,8 @@ def functional(m, x):
 
 
 # On sequences (3, 4).
-BY_RULES = {
-    "bare": lambda: Headed(bare(4)),
-    "gru": lambda: Headed(nn.GRU(4, 4, batch_first=True)),
-    "encoder": encoder,
-}
+BY_RULES = {"bare": lambda: Headed(bare(4)), "encoder": encoder}
+BY_RULES["gru"] = lambda: Headed(nn.GRU(4, 4, batch_first=True))
 FALLBACKS = {
     "lstm with projections": lambda: Headed(projected()),
     "weight norm": lambda: Headed(parametrizations.weight_norm(nn.Linear(4, 4))),
@@ -238,13 +221,12 @@ def way(optimizer):
 
 def told_of_passes(optimizer, inputs, targets, between=lambda: None):
     """What three steps say about passes."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as texts:
         for _ in range(2):
             optimizer.step(inputs, targets)
         between()
         optimizer.step(inputs, targets)
-    return [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+    return [text for text in texts if "passes" in text]
 
 
 @pytest.mark.parametrize("name, samples", [("graph", 40), ("chunks", 20), ("chunks", 21), ("chunks", 40)])
@@ -253,23 +235,22 @@ def test_a_step_of_many_passes_says_so_once(name, samples):
     first = Parts(lambda m, x: x.reshape(samples, 3, 4)) if whole else nn.Tanh()
     model = nn.Sequential(first, FALLBACKS["lstm with projections"]()).double()
     optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
-    told = told_of_passes(optimizer, *batch(3, 4, n=samples), between=model.eval)  # which makes a new plan
+    texts = told_of_passes(optimizer, *batch(3, 4, n=samples), between=model.eval)  # which makes a new plan
     passes = samples if whole else min(samples, 32)
-    assert way(optimizer) == name
-    assert len(told) == (passes > 20)
-    if told:
-        assert f"the time of {passes} passes" in told[0] and "solver='products'" in told[0]
+    assert way(optimizer) == name and len(texts) == (passes > 20)
+    for text in texts:
+        assert f"the time of {passes} passes" in text and "solver='products'" in text
         reason = "on part of a batch" if whole else "cannot map"
-        assert re.search(rf"parameter '1.inner.weight_ih_l0' of LSTM '1.inner'.*{reason}", told[0])
+        assert re.search(rf"parameter '1.inner.weight_ih_l0' of LSTM '1.inner'.*{reason}", text)
 
 
 def test_columns_that_go_back_one_at_a_time_say_so_once(unbatched):
     for classes in (21, 22):  # rows of a sample: one fewer
         model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, classes))
         inputs, targets = torch.randn(N, 4), torch.randint(classes, (N,))
-        told = told_of_passes(woodbury.GaussNewton(model, LOSS), inputs, targets)
-        assert len(told) == (classes == 22)
-        assert all("the time of 21 passes" in text and "NaturalGradient" in text for text in told)
+        texts = told_of_passes(woodbury.GaussNewton(model, LOSS), inputs, targets)
+        assert len(texts) == (classes == 22)
+        assert all("the time of 21 passes" in text and "NaturalGradient" in text for text in texts)
 
 
 def test_a_step_of_few_passes_is_silent():
@@ -277,8 +258,7 @@ def test_a_step_of_few_passes_is_silent():
     for name, make in (*BY_RULES.items(), ("weight norm", FALLBACKS["weight norm"])):
         model = nn.Sequential(nn.Dropout(0.1), make().double())
         optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
+        with silence(RuntimeWarning):
             optimizer.step(*batch(3, 4, n=40))
         assert way(optimizer) == ("expanded" if name == "weight norm" else None)
 
@@ -333,9 +313,9 @@ def test_dictionaries_masks_and_several_inputs():
     (x, targets), (other, _) = batch(3, 4), batch(4)
     mask = (torch.rand(N, 3) < 0.6).double()
     mask[:, 0] = 1
-    check_functions(model, LOSS, {"x": x, "mask": mask}, targets, masked_mean)
+    check_directions(model, LOSS, {"x": x, "mask": mask}, targets, [3, 0], masked_mean)
     # siamese: the model is called twice
-    check_functions(model, LOSS, (x[:, 0], other), targets, lambda m, pair: m(pair[0]) - m(pair[1]))
+    check_directions(model, LOSS, (x[:, 0], other), targets, [3, 0], lambda m, pair: m(pair[0]) - m(pair[1]))
 
 
 def poisson(model, points):
@@ -357,7 +337,8 @@ def test_residuals_of_a_differential_equation(forward, expected_way):
     optimizer = woodbury.NaturalGradient(model, nn.MSELoss(), **options)
     optimizer.direction(inputs, targets)
     assert way(optimizer) == expected_way
-    check_functions(model, nn.MSELoss(), inputs, targets, **options)
+    assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets)
+    check_directions(model, nn.MSELoss(), inputs, targets, [3, 0], **options)
 
 
 def beside_itself(width):
@@ -582,11 +563,9 @@ def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit(mask
 
     optimizer = woodbury.NaturalGradient(model, LOSS, curvature_samples=2, forward=forward)
     optimizer.step({"x": inputs, "mask": mask}, targets)
-    before = [p.detach().clone() for p in model.parameters()]
-    told = "list with 3 entries" if isinstance(mask, list) else r"Tensor of shape \(3, 3\)"
-    with pytest.raises(ValueError, match=rf"inputs\['mask'\], {told}, had no sample axis"):
+    named = "list with 3 entries" if isinstance(mask, list) else r"Tensor of shape \(3, 3\)"
+    with refused(optimizer, rf"inputs\['mask'\], {named}, had no sample axis"):
         optimizer.step({"x": inputs[:3], "mask": mask}, targets[:3])
-    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
     optimizer.step({"x": inputs[:4], "mask": mask}, targets[:4])
 
 
@@ -640,9 +619,8 @@ def test_one_parameter_under_two_names_of_a_module_counts_once(name):
         return (LOSS(model(inputs), targets) + sum(0.05 * p.square().sum() for p in model.parameters())).item()
 
     for blocks in ("full", "layer"):
-        optimizer = woodbury.GaussNewton(
-            model, LOSS, damping=0.5, blocks=blocks, momentum=0.3, weight_decay=0.1, **options
-        )
+        settings = {"damping": 0.5, "momentum": 0.3, "weight_decay": 0.1, **options}
+        optimizer = woodbury.GaussNewton(model, LOSS, blocks=blocks, **settings)
         for _ in range(2):
             check_verify(optimizer, inputs, targets)
             before = decayed_loss()
@@ -703,14 +681,14 @@ IN_PLACE = {
 }
 
 
-def in_place(layer):
+def in_place(make):
     """A layer whose outputs are changed where they are, twice."""
 
     def run(m, x):
         h = m.layer(x[..., :2], x[..., 2:]) if isinstance(m.layer, nn.Bilinear) else m.layer(x)
         return m.head(torch.relu_(h.mul_(1.5)).flatten(1))
 
-    return Parts(run, layer=layer, head=nn.LazyLinear(CLASSES)).eval()
+    return Parts(run, layer=make(), head=nn.LazyLinear(CLASSES)).eval()
 
 
 def attending_in_place(batch_first):
@@ -747,17 +725,11 @@ REPEATED = {
 OTHERWISE_IN_THE_TRIAL = {
     "a detached call": (lambda: compared(True), VECTORS),
     "a call without gradients": (lambda: compared(False), VECTORS),
-    **{
-        f"{name} changed in place": (lambda make=make: in_place(make()), shape)
-        for name, (make, shape) in IN_PLACE.items()
-    },
+    **{f"{name} changed in place": (partial(in_place, make), shape) for name, (make, shape) in IN_PLACE.items()},
 }
 EXACT = {
     **{f"attention {case}": (partial(Attending, *case), SEQUENCES) for case in ATTENTION},
-    **{
-        f"{name} three times": (lambda make=make: repeated(make(), 3), shape)
-        for name, (make, shape) in REPEATED.items()
-    },
+    **{f"{name} three times": (partial(repeated, make, 3), shape) for name, (make, shape) in REPEATED.items()},
     **{
         f"words {case}": (partial(Words, 5, 3, *case), (3,))
         for case in all_pairs([None, 0, 1], [True, False], [True, False], [True, False])  # see Words
@@ -776,8 +748,8 @@ EXACT = {
     "a checkpoint": (lambda: checkpointed(False), VECTORS),
     "registered": (lambda: Headed(Twice(False)), VECTORS),
     "registered, one number": (lambda: Headed(Twice(False, ())), VECTORS),
-    "registered, called twice": (lambda: repeated(Twice(False), 2), VECTORS),
-    "registered, one number, called twice": (lambda: repeated(Twice(False, ()), 2), VECTORS),
+    "registered, called twice": (partial(repeated, partial(Twice, False), 2), VECTORS),
+    "registered, one number, called twice": (partial(repeated, partial(Twice, False, ()), 2), VECTORS),
     "a factor before its registered layer": (lambda: past(True, power=False), VECTORS),
     "a factor after its registered layer": (lambda: past(False, power=False), VECTORS),
     **OTHERWISE_IN_THE_TRIAL,
@@ -831,14 +803,6 @@ class LeftOut(Parts):
         return self.head(x)
 
 
-def random_states():
-    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-
-
-def restore(states):
-    random.setstate(states[0]), numpy.random.set_state(states[1]), torch.set_rng_state(states[2])
-
-
 @every_pair(
     draw=DRAWS, curvature_samples=[None, 2], fallback=[None, "autograd"], method=METHODS, blocks=["full", "layer"]
 )
@@ -860,15 +824,11 @@ def test_layers_left_out_at_random_are_the_same_in_every_pass(draw, curvature_sa
             optimizer.step(inputs, targets)
             continue
         states = random_states()
-        before = LOSS(model(inputs), targets).item()
+        model(inputs)
         after_draws = draw()
         restore(states)
-        info = optimizer.step(inputs, targets)
+        check_ratio(optimizer, inputs, targets)
         assert draw() == after_draws  # a step draws as much as one pass
-        restore(states)
-        decrease = before - LOSS(model(inputs), targets).item()
-        bound = bounds.of_decrease(before, decrease, sum(p.numel() for p in model.parameters()))
-        assert (info.ratio * info.predicted).item() == pytest.approx(decrease, rel=bound)
     assert len(used) > 1  # the layers left out do change
 
 

@@ -1,8 +1,6 @@
 """The documentation site in a browser, opened from files as `make docs` writes them."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,10 +17,10 @@ __all__ = ["browser"]  # a fixture
 
 
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+def visit(browser):
     """Opens a page; afterwards the browser must have had nothing to complain about and no address but files."""
 
-    def open_page(name: str, width: int = 1300, scheme: str = "light") -> Any:
+    def open_page(name, width=1300, scheme="light"):
         media = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
         metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -44,9 +42,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_has_its_formulas_and_figures_and_fits_the_screen(visit, name, width):
     page = visit(name, width)
-    unset = (
-        "return [...document.querySelectorAll('.arithmatex')].filter(own => !own.querySelector('.katex')).length"
-    )
+    unset = "return [...document.querySelectorAll('.arithmatex')].filter(a => !a.querySelector('.katex')).length"
     assert page.execute_script(unset) == 0
     text = page.execute_script("return document.querySelector('.md-content').innerText")
     assert "$" not in text and "\\(" not in text

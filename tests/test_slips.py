@@ -33,10 +33,7 @@ def fit(*arguments, **options):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (
-            (MSE, X, Y),
-            r"inputs and targets are one argument, a pair: write fit\(model, loss, \(inputs, targets\)\)",
-        ),
+        ((MSE, X, Y), r"inputs and targets are one argument, a pair: .* fit\(model, loss, \(inputs, targets\)\)"),
         (((X, Y),), r"the loss or the data is missing, got tuple alone: write fit\(model, loss"),
         ((LOADER,), "the loss or the data is missing, got DataLoader alone"),
         ((MSE,), "the loss or the data is missing, got MSELoss alone"),
@@ -44,14 +41,8 @@ def fit(*arguments, **options):
         (((X, Y), MSE), "second argument must be the loss as a module .*, got tuple"),
         (("mse", (X, Y)), "second argument must be the loss as a module .*, got str"),
         ((nn.MSELoss, (X, Y)), r"got the class MSELoss: write MSELoss\(\)"),
-        (
-            (lambda outputs, targets: 0, (X, Y)),
-            r"got <lambda>: woodbury\.register_loss adds .*watch=True\) takes any",
-        ),
-        (
-            (nn.SoftMarginLoss(), (X, Y)),
-            r"no rule for the loss SoftMarginLoss; known: BCE.*, SmoothL1Loss\. woodbury",
-        ),
+        ((lambda outputs, targets: 0, (X, Y)), r"got <lambda>: woodbury\.register_loss adds .*watch=True\) takes"),
+        ((nn.SoftMarginLoss(), (X, Y)), r"no rule for the loss SoftMarginLoss; known: BCE.*, SmoothL1Loss\. "),
     ],
 )
 def test_a_loss_that_is_missing_or_none(arguments, message):
@@ -80,20 +71,6 @@ def test_data_of_another_kind(data, message):
         fit(MSE, LOADER, validation=data)
 
 
-@pytest.mark.parametrize(
-    "data, validation, error, message",
-    [
-        ((X, Y), LOADER, TypeError, r"validation must be a share of it \(0\.2\), or a pair .*got DataLoader"),
-        ((X, Y), True, ValueError, "validation=True .*: pass a share between 0 and 1, or a pair"),
-        ((X, Y), 20, ValueError, "validation=20 .*: pass a share between 0 and 1, or a pair"),
-        (LOADER, 0.2, ValueError, "validation=0.2 splits a pair .*: pass other samples, a pair or a loader"),
-    ],
-)
-def test_validation_of_the_wrong_kind(data, validation, error, message):
-    with pytest.raises(error, match=message):
-        fit(MSE, data, validation=validation)
-
-
 def test_a_model_that_is_none():
     with pytest.raises(TypeError, match=r"the model itself .*, not its parameters"):
         woodbury.fit(network().parameters(), MSE, (X, Y))
@@ -104,9 +81,8 @@ def test_a_model_that_is_none():
 @pytest.mark.parametrize("inputs, dtype", [(X.double(), "float32"), (X, "float64"), ((10 * X).long(), "float32")])
 def test_inputs_of_another_type_than_the_model(inputs, dtype):
     model = network(dtype=getattr(torch, dtype))
-    message = (
-        rf"inputs of {inputs.dtype} do not fit parameters of torch.{dtype}: write inputs\.to\(torch\.{dtype}\)"
-    )
+    types = rf"inputs of {inputs.dtype} do not fit parameters of torch.{dtype}"
+    message = rf"{types}: write inputs\.to\(torch\.{dtype}\)"
     with pytest.raises(TypeError, match=message):
         woodbury.GaussNewton(model, MSE).step(inputs, Y)
     if not inputs.is_floating_point():  # floats are converted, whole numbers may be what the model wants
@@ -182,11 +158,9 @@ def test_help_opens_with_the_examples_and_needs_torch_alone():
     done = run_alone(show_help)
     assert done.returncode == 0, done.stderr
     text = pydoc.plain(done.stdout)
-    assert (
-        text.index("woodbury.fit(model")
-        < text.index("GaussNewton(model")
-        < text.index("LMRegressor, LMClassifier")
-    )
+    shown = ("woodbury.fit(model", "GaussNewton(model", "LMRegressor, LMClassifier")
+    places = [text.index(name) for name in shown]
+    assert places == sorted(places)
 
 
 def test_the_help_of_fit_has_an_example_for_each_kind_of_data():

@@ -14,7 +14,7 @@ import woodbury
 from cases import every_pair
 from fuzz.cases import LogCosh
 from fuzz.models import Gain
-from test_layers import METHODS, check_directions
+from test_layers import METHODS, check_directions, check_ratio
 from woodbury._vector import flatten
 from woodbury.layers import Layout, OuterRows
 from woodbury.linalg import Solution, solve_in_sample_space
@@ -27,9 +27,7 @@ every_kind = pytest.mark.parametrize("kind", list(METHODS))
 
 
 def dense(problem, subset, damping, kind, **options):
-    return reference.dense_direction(
-        problem.model, problem.loss, problem.inputs, problem.targets, subset, damping, kind, **options
-    )
+    return reference.dense_direction(*problem, subset, damping, kind, **options)
 
 
 @pytest.mark.parametrize("index, name", enumerate(problems.PROBLEMS))
@@ -41,7 +39,7 @@ def test_gauss_newton_equals_the_papers_equations_6_and_7(index, name):
     samples = reference.per_sample(problem.model, problem.loss, problem.inputs[subset], problem.targets[subset])
     if reference.is_sum(problem.loss):  # the paper's is a mean: a sum is N1 times as much
         samples = [(J, r, problems.N * H) for J, r, H in samples]
-    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    g = reference.gradient(*problem)
     B = reference.curvature_matrix(samples, "gauss-newton")
     bound = bounds.of_solve(B, 0.1) * float(g.norm() / (0.1 * p.norm()))  # (g - ...) / lambda cancels
     assert reference.relative_error(p, reference.equation_7(samples, g, 0.1)) <= bound
@@ -85,11 +83,9 @@ def test_small_damping_keeps_float32_accurate(kind, gram_dtype, name, seed):
     n, outputs = 40, {"softmax": 10, "logistic": 1, "squared": 3}[name]
     model = problems.mlp(50, 64, 64, outputs)
     inputs = torch.randn(n, 50)
-    loss, targets = {
-        "softmax": (nn.CrossEntropyLoss(), torch.randint(10, (n,))),
-        "logistic": (nn.BCEWithLogitsLoss(), torch.randint(2, (n, 1)).float()),
-        "squared": (nn.MSELoss(), torch.randn(n, 3)),
-    }[name]
+    loss = {"softmax": nn.CrossEntropyLoss, "logistic": nn.BCEWithLogitsLoss, "squared": nn.MSELoss}[name]()
+    targets = torch.randn(n, outputs) if name == "squared" else torch.randint(max(outputs, 2), (n,))
+    targets = targets.float().unsqueeze(1) if name == "logistic" else targets
     U = woodbury.rows(model, loss, inputs, targets, curvature=kind).dense()
     K, g = U @ U.T, reference.gradient(model, loss, inputs, targets)
     damping = float(1e-6 * torch.linalg.eigvalsh(K.double())[-1])
@@ -116,8 +112,7 @@ def test_step_solves_the_system_of_an_independent_library(kind, dtype, part):
     inputs, targets = torch.randn(n, 784, dtype=dtype), torch.randint(10, (n,))
     loss = nn.CrossEntropyLoss()
     subset = torch.randperm(n)[: part or n]
-    optimizer = METHODS[kind](model, loss, damping=damping)
-    p = flatten(optimizer.direction(inputs, targets, subset=subset))
+    p = flatten(METHODS[kind](model, loss, damping=damping).direction(inputs, targets, subset=subset))
     params = list(model.parameters())
     data = [(inputs[subset], targets[subset])]
     if kind == "gauss-newton":
@@ -160,11 +155,9 @@ def test_user_layer_may_return_outer_rows_without_being_a_plain_linear_layer(kin
     inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 2).double()
     optimizer = METHODS[kind](model, nn.MSELoss(), damping=0.1)
     p, B, g = reference.dense_direction(model, nn.MSELoss(), inputs, targets, [0, 2], 0.1, kind)
-    info = optimizer.step(inputs, targets, subset=[0, 2])
-    torch.testing.assert_close(info.step_norm, p.norm())
-    torch.testing.assert_close(info.predicted, -g @ p - 0.5 * p @ B @ p)
-    after = nn.MSELoss()(model(inputs), targets)  # lr = 1: the trial point is where we are
-    torch.testing.assert_close((info.loss - after).detach(), info.ratio * info.predicted)
+    check_ratio(optimizer, inputs, targets, subset=[0, 2])
+    torch.testing.assert_close(optimizer.last.step_norm, p.norm())
+    torch.testing.assert_close(optimizer.last.predicted, -g @ p - 0.5 * p @ B @ p)
 
 
 def test_small_system_gives_p_and_u_p_of_the_dense_problem():
@@ -188,8 +181,7 @@ def test_small_system_gives_p_and_u_p_of_the_dense_problem():
     a, scaled = -(n2**0.5) * c[0, :m], n2**0.5 / n1 * e
     bound *= float(scaled.norm() / (U @ p).norm())  # lambda a - e cancels
     assert reference.relative_error(damping * a - scaled, U @ p) <= bound
-    assert float(curvature) == pytest.approx(float((U @ p).square().sum()), rel=2 * bound)
-    assert bool(found.ok)
+    assert float(curvature) == pytest.approx(float((U @ p).square().sum()), rel=2 * bound) and bool(found.ok)
 
 
 @pytest.mark.parametrize("kind, columns", [("gauss-newton", 9), ("empirical", 1)])
@@ -232,8 +224,7 @@ def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dt
         moved.append(flatten({key: p.detach() for key, p in problem.model.named_parameters()}))
     bound = bounds.of_solve(B, 0.1)
     assert infos[0].as_dict() == pytest.approx(infos[1].as_dict(), rel=bounds.of_info(infos[1], bound))
-    assert reference.relative_error(*directions) <= bound
-    assert reference.relative_error(*moved) <= bound
+    assert reference.relative_error(*directions) <= bound and reference.relative_error(*moved) <= bound
 
 
 def test_forming_pays_for_large_batches_on_wide_layers_only():
@@ -245,8 +236,7 @@ def test_forming_pays_for_large_batches_on_wide_layers_only():
         made.forms, made.row_count = {"a": form, "b": form}, n
         return made.forming_pays(samples)
 
-    assert rows(4096, 16384, 1024)
-    assert rows(1024, 784, 32)
+    assert rows(4096, 16384, 1024) and rows(1024, 784, 32)
     assert not rows(60, 784, 30)
 
 

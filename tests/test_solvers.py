@@ -61,9 +61,8 @@ def test_more_rows_than_parameters_are_solved_in_parameter_space(kind, blocks, s
     previous = flatten(optimizer.direction(inputs, targets, subset=subset))
     optimizer.step(inputs, targets, subset=subset)
     decay = weight_decay * torch.ones_like(previous)
-    expected, B, g = reference.dense_direction(
-        model, loss, inputs, targets, subset, 0.05, kind, blocks=blocks, decay=decay, shift=0.7 * previous
-    )
+    before = {"decay": decay, "shift": 0.7 * previous}
+    expected, B, g = reference.dense_direction(model, loss, inputs, targets, subset, 0.05, kind, blocks, **before)
     p = flatten(optimizer.direction(inputs, targets, subset=subset))
     bound = bounds.of_solve(B + torch.diag(decay), 0.05, steps=2)
     assert reference.relative_error(previous, in_samples) <= bound
@@ -71,9 +70,8 @@ def test_more_rows_than_parameters_are_solved_in_parameter_space(kind, blocks, s
     assert optimizer.verify(inputs, targets, subset=subset) <= bound
     theta = reference.theta(model)
     info = optimizer.step(inputs, targets, subset=subset)
-    torch.testing.assert_close(
-        info.predicted, -(g + decay * theta) @ expected - 0.5 * expected @ (B + torch.diag(decay)) @ expected
-    )
+    curvature = expected @ (B + torch.diag(decay)) @ expected
+    torch.testing.assert_close(info.predicted, -(g + decay * theta) @ expected - 0.5 * curvature)
     torch.testing.assert_close(info.step_norm, expected.norm())
 
 
@@ -82,9 +80,8 @@ def test_parameter_space_takes_a_decay_by_group_and_the_gradient_of_a_loader(kin
     model, loss, x, t = few_parameters(kind)
     forbid(monkeypatch, Rows, "layer_grams")
     first, *others = model.parameters()
-    optimizer = METHODS[kind](
-        model, loss, damping=0.1, params=[{"params": [first], "weight_decay": 0.3}, {"params": others}]
-    )
+    groups = [{"params": [first], "weight_decay": 0.3}, {"params": others}]
+    optimizer = METHODS[kind](model, loss, damping=0.1, params=groups)
     theta = reference.theta(model)
     W = torch.zeros_like(theta)
     W[: first.numel()] = 0.3
@@ -124,35 +121,26 @@ def test_products_give_the_dense_direction_without_a_row(index, name, kind, monk
     forbid(monkeypatch, GraphCapture, "rows")
     forbid(monkeypatch, ChainCapture, "rows")
     problem = problems.make(name)
-    optimizer = METHODS[kind](
-        problem.model, problem.loss, damping=0.03, blocks=blocks, solver="products", solver_tolerance=1e-12
-    )
+    settings = {"damping": 0.03, "blocks": blocks, "solver": "products", "solver_tolerance": 1e-12}
+    optimizer = METHODS[kind](problem.model, problem.loss, **settings)
     p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
-    expected, B, _ = reference.dense_direction(
-        problem.model, problem.loss, problem.inputs, problem.targets, subset, 0.03, kind, blocks=blocks
-    )
+    expected, B, _ = reference.dense_direction(*problem, subset, 0.03, kind, blocks=blocks)
     bound = 1e-12 * bounds.condition(B, 0.03) + bounds.of_solve(B, 0.03)
     assert reference.relative_error(flatten(p), expected) <= bound
 
 
-class Attention(nn.Module):
-    """A language model of one fused attention layer; outputs (n, C, T)."""
-
-    def __init__(self, words=7, width=4):
-        super().__init__()
-        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, words)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x):
-        h = self.words(x)
-        q, k, v = (part(h).unsqueeze(1) for part in (self.query, self.key, self.value))
-        h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
-        return self.head(h).transpose(1, 2)
+def fused_attention(m, x):
+    """A language model of one layer; outputs (n, C, T)."""
+    h = m.words(x)
+    q, k, v = (part(h).unsqueeze(1) for part in m.maps)
+    return m.head(h + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)).transpose(1, 2)
 
 
 def test_fused_attention_can_be_differentiated_twice():
     """torch's fused kernels have no second derivative: verify, HessianFree and products ask for the plain one."""
-    model, loss = Attention().double(), nn.CrossEntropyLoss()
+    maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model = Parts(fused_attention, words=nn.Embedding(7, 4), maps=maps, head=nn.Linear(4, 7)).double()
+    loss = nn.CrossEntropyLoss()
     inputs, targets = torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
     expected, B, _ = reference.dense_direction(model, loss, inputs, targets, [0, 2], 0.1, "gauss-newton")
     by_products = {"solver": "products", "solver_tolerance": 1e-12}

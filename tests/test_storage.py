@@ -13,7 +13,7 @@ def test_the_content_is_on_disk_before_it_takes_the_name_and_the_name_before_the
     calls = []
     fsync, replace = os.fsync, os.replace
 
-    def note(file: int) -> None:
+    def note(file):
         calls.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else os.fstat(file).st_size)
         fsync(file)
 
@@ -34,12 +34,11 @@ def test_a_file_is_replaced_and_what_a_kill_left_behind_goes(tmp_path):
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
 def test_a_failure_leaves_the_old_file_and_nothing_else(call, error, tmp_path, monkeypatch):
-    def fail(*arguments: object) -> None:
+    def fail(*arguments):
         raise error
 
     write_whole(tmp_path / "file", b"old")
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(type(error)):
         write_whole(tmp_path / "file", b"new")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"old"

@@ -59,12 +59,8 @@ def run_overlapping(method, is_inside):
 
 def enabled_kernels():
     cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+    kinds = "flash", "mem_efficient", "math", "cudnn"
+    return tuple(getattr(cuda, f"{kind}_sdp_enabled")() for kind in kinds)
 
 
 def test_kernels_of_attention_are_allowed_again_after_two_threads():
@@ -155,5 +151,4 @@ def test_models_trained_in_several_threads_are_those_trained_one_after_the_other
         thread.start()
     for thread in threads:
         thread.join()
-    assert together.keys() == alone.keys()
-    assert all(torch.equal(together[seed], alone[seed]) for seed in alone)
+    assert together.keys() == alone.keys() and all(torch.equal(together[seed], alone[seed]) for seed in alone)

@@ -79,12 +79,6 @@ def test_without_a_budget_there_are_twenty_epochs_and_a_tolerance_ends_them():
     assert fit.reason == "tolerance" and fit.history[-1]["loss"] <= 0.1 < fit.history[-2]["loss"]
 
 
-def test_a_model_in_evaluation_mode_is_trained_in_training_mode_and_put_back():
-    model, modes = network().eval(), []
-    fitted(model, batches(classes()), steps=2, callback=lambda fit: modes.append(model.training))
-    assert modes == [True, True] and not model.training
-
-
 def test_the_best_epoch_comes_back_where_the_loss_rose():
     data, model = classes(), network()
 
@@ -118,8 +112,7 @@ def test_auto_takes_rows_over_columns_of_the_batch():
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), curvature_samples="auto")
     optimizer.step(torch.randn(64, 40), torch.arange(64) % 30)
     count = partial(optimizer._problems.affordable_samples, optimizer._context())
-    assert count(64) == affordable_rows(64, list(model.parameters())) // 29
-    assert count(3) <= 3
+    assert count(64) == affordable_rows(64, list(model.parameters())) // 29 and count(3) <= 3
 
 
 def fit_by_clock(monkeypatch, ticks, **budget):

@@ -12,7 +12,7 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
-from test_layers import CLASSES, METHODS, check_directions, check_rows, finish
+from test_layers import CLASSES, METHODS, check_directions, check_ratio, check_rows, finish
 from woodbury._vector import flatten
 from woodbury.layers import ExplicitRows
 
@@ -25,9 +25,8 @@ TEXT = {**SIZES, "vocab_size": WORDS, "max_position_embeddings": 6, "pad_token_i
 
 
 def bert(kind):
-    config = transformers.BertConfig(
-        **TEXT, num_labels=CLASSES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**TEXT, **dropout, num_labels=CLASSES)
     return getattr(transformers, f"BertFor{kind}")(config)
 
 
@@ -40,15 +39,13 @@ def gpt2(kind="GPT2LMHeadModel"):
 
 def t5():
     sizes = {"vocab_size": WORDS, "d_model": 4, "d_kv": 2, "d_ff": 5, "num_layers": 1, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    )
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def vit():
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(**SIZES, image_size=4, patch_size=2, num_channels=2, num_labels=CLASSES)
-    )
+    config = transformers.ViTConfig(**SIZES, image_size=4, patch_size=2, num_channels=2, num_labels=CLASSES)
+    return transformers.ViTForImageClassification(config)
 
 
 MODELS = {
@@ -148,18 +145,14 @@ def test_a_step_of_a_model_is_the_dense_one(name, blocks, method, doubled):
     expected, B, _ = solve(0.05, optimizer.curvature.name, blocks)
     assert reference.relative_error(p, expected) <= bounds.of_solve(B, 0.05)
     assert optimizer.verify(batch, targets) <= bounds.of_verify(optimizer, batch, targets)
-    before = loss(logits(model, batch), targets).detach()
-    info = optimizer.step(batch, targets)
-    after = loss(logits(model, batch), targets).detach()
-    torch.testing.assert_close(info.ratio, (before - after) / info.predicted)
+    check_ratio(optimizer, batch, targets)
 
 
 @every_pair(name=list(MODELS), method=METHODS, dtype=[torch.float32, torch.float64])
 def test_a_step_of_a_model_solves_its_system(name, method, dtype):
     """As transformers has it, with norms that cast float64 to float32, in training mode as well."""
     model, batch, targets = problem(name, dtype)
-    loss = nn.CrossEntropyLoss()
-    optimizer = method(model, loss, forward=logits)
+    optimizer = method(model, nn.CrossEntropyLoss(), forward=logits)
     for mode in (True, False):
         model.train(mode)
         optimizer.step(batch, targets)

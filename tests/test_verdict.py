@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 
@@ -34,8 +32,7 @@ LOW, HIGH = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]
 )
 def test_a_group_is_ahead_where_all_its_seeds_lie_below_all_others(values, leader, level, is_clear):
     found = standing(values)
-    assert found is not None
-    assert (found.leader, found.level, found.is_clear) == (leader, level, is_clear)
+    assert found is not None and (found.leader, found.level, found.is_clear) == (leader, level, is_clear)
     assert standing({"a": LOW}) is None is standing({"a": LOW, "b": []})  # one group is not compared
 
 
@@ -47,7 +44,7 @@ def test_equal_groups_part_by_chance_once_in_twenty_times_for_each():
     assert first * math.comb(2 * ENOUGH_SEEDS, ENOUGH_SEEDS) == len(orders) and ENOUGH_SEEDS == 3
 
 
-def write(folder: Path, name: str, losses: Sequence[float | None], errors: Sequence[float]) -> None:
+def write(folder, name, losses, errors):
     for seed, (loss, error) in enumerate(zip(losses, errors, strict=True)):
         write_run(folder / f"{name}-{seed}", name, seed, [2.0, loss], errors=[0.9, error])
 
@@ -64,13 +61,9 @@ def test_the_takeaway_says_who_is_lowest_and_whether_it_may_be_chance(tmp_path):
     found = standings(groups)
     assert found["train_loss"].is_clear and not found["test_error"].is_clear
     table = page_data(load([tmp_path]))[0]["ends"]  # bold where a lead is clear, and nowhere else
-    bold = [
-        (row[0], name)
-        for row, marks in zip(table["rows"], table["best"], strict=True)
-        for name, is_best in zip(table["columns"], marks, strict=True)
-        if is_best
-    ]
-    assert bold == [("smw-gn", "train loss")]
+    rows = zip(table["rows"], table["best"], strict=True)
+    cells = [(row[0], *cell) for row, marks in rows for cell in zip(table["columns"], marks, strict=True)]
+    assert [cell[:2] for cell in cells if cell[2]] == [("smw-gn", "train loss")]
     assert takeaway(groups[:1], "test_error") == []
     write(tmp_path / "diverged", "sgd", [None], [0.5])
     write(tmp_path / "diverged", "adam", [None], [0.5])
@@ -87,7 +80,7 @@ def test_a_run_that_is_there_twice_is_one_seed(tmp_path):
 # -- the race
 
 
-def race(folder: Path, name: str, losses: Sequence[Sequence[float | None]], seconds_per_epoch: float) -> None:
+def race(folder, name, losses, seconds_per_epoch):
     for seed, values in enumerate(losses):
         write_run(folder / f"{name}-{seed}", name, seed, values, seconds_per_epoch=seconds_per_epoch)
 
@@ -128,5 +121,4 @@ def test_recorded_losses_may_be_below_zero_and_begin_after_the_start(tmp_path, m
                 now[0] += 1.0
                 record.epoch(train_loss=loss)
     found = race_of(groups_of(load([tmp_path])))
-    assert found is not None and found.target == -1.5
-    assert found.seconds == {"a": [3.0], "b": [3.0]}
+    assert found is not None and found.target == -1.5 and found.seconds == {"a": [3.0], "b": [3.0]}

@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import woodbury
+from tests.reference import block_mask
 
 from .cases import make_case
 from .dense import Dense, solve
@@ -60,13 +62,6 @@ class Result:
     detail: str = ""
     features: set = field(default_factory=set)
     text: str = ""  # a traceback, for a single case
-
-
-def is_refusal(error):
-    """Whether the package itself raised this, on purpose."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1]
-    return isinstance(error, MEANT) and last.filename.startswith(PACKAGE) and (last.line or "").startswith("raise")
 
 
 def short(error):
@@ -184,10 +179,8 @@ def choose_options(rng, case):
         if method == "KFAC":
             own["weight_decay"] = base["weight_decay"]
         parameters = dict(case.model.named_parameters())
-        arguments["params"] = [
-            {"params": [parameters[name] for name in parts[0]]},
-            {"params": [parameters[name] for name in parts[1]], **own},
-        ]
+        first, second = ([parameters[name] for name in part] for part in parts)
+        arguments["params"] = [{"params": first}, {"params": second, **own}]
         for name in parts[1]:
             settings[name] |= own
         if left_out:
@@ -239,9 +232,8 @@ class Trial:
         self.guard = torch.no_grad if self.rng.random() < 0.05 else contextlib.nullcontext
         if isinstance(self.inputs, torch.Tensor) and self.inputs.is_floating_point() and self.rng.random() < 0.05:
             self.inputs.requires_grad_()
-        self.tensors = [
-            leaf for leaf in tree_leaves((self.inputs, self.targets)) if isinstance(leaf, torch.Tensor)
-        ]
+        leaves = tree_leaves((self.inputs, self.targets))
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.random = torch.get_rng_state()
         self.dense = None
         self.parts = [torch.arange(self.case.n)]
@@ -262,7 +254,7 @@ class Trial:
         self.f, self.g = dense.over(self.parts)
         torch.set_rng_state(self.random)
         self.decay, self.lr = dense.spread(options.decay), dense.spread(options.lr)
-        mask = dense.block_mask() if options.arguments.get("blocks") == "layer" else None
+        mask = block_mask(dense.parameters) if options.arguments.get("blocks") == "layer" else None
         self.eps = 1e-11  # 5e4 times eps, for sums and the model's own rounding
         if self.case.dtype == torch.float32:
             # 256 times eps, and more where autograd in float32 itself is further off
@@ -279,14 +271,6 @@ class Trial:
     def warned(self):
         """Whether woodbury has warned that it solved another system than the one asked for."""
         return any(w.filename.startswith(PACKAGE) or "damping" in str(w.message) for w in self.caught)
-
-    @property
-    def at_once(self):
-        """Whether S2 is the whole batch, and the batch all there is."""
-        return self.options.subset is None and self.options.drawn is None and not self.options.full
-
-    def solutions(self, damping, shift):
-        return [solve(B, self.g, damping, self.decay, self.dense.theta, shift) for B in self.B]
 
     def tolerance(self, damping):
         """Bound on the relative error of p: rounding times the condition of B + lambda I."""
@@ -354,14 +338,12 @@ class Trial:
         damping = options.relative * norm
         self.policy = damping
         if rng.random() < 0.3:
-            self.policy = woodbury.LevenbergMarquardt(
-                initial=0.9 * damping, floor=0.1 * damping, boost=1.5, drop=0.7
-            )
+            limits = {"initial": 0.9 * damping, "floor": 0.1 * damping}
+            self.policy = woodbury.LevenbergMarquardt(**limits, boost=1.5, drop=0.7)
         options.arguments["damping"] = self.policy
         kind = getattr(woodbury, options.method)
-        self.optimizer = self.unchanged(
-            lambda: kind(self.model, self.case.loss, **options.arguments), "the constructor", draws=True
-        )
+        make = partial(kind, self.model, self.case.loss, **options.arguments)
+        self.optimizer = self.unchanged(make, "the constructor", draws=True)
         numeric = self.dense is not None and options.method != "KFAC"
         shift = torch.zeros_like(self.dense.theta) if numeric else None
         self.one_round(damping, shift, numeric)
@@ -394,7 +376,8 @@ class Trial:
         if numeric:
             center = 0 * shift if options.method == "HessianFree" else dense.spread(options.momentum) * shift
         if comparable:
-            references, slack = self.solutions(damping, center), self.slack(damping, center)
+            references = [solve(B, self.g, damping, self.decay, dense.theta, center) for B in self.B]
+            slack = self.slack(damping, center)
         if rng.random() >= 0.2 or self.options.expect == "refused":
             vector = self.unchanged(lambda: self.call(self.optimizer.direction), "direction")
             if dense is not None:
@@ -441,13 +424,9 @@ class Trial:
             fallback = "autograd"
         if case.needs_fallback and fallback is None:
             return
-        rows = self.unchanged(
-            lambda: woodbury.rows(
-                self.model, case.loss, self.inputs, self.targets, options.kind, case.forward, fallback
-            ),
-            "rows",
-            draws=case.random,
-        )
+        named = options.kind, case.forward, fallback
+        make = partial(woodbury.rows, self.model, case.loss, self.inputs, self.targets, *named)
+        rows = self.unchanged(make, "rows", draws=case.random)
         if self.dense is None:
             return
         dense = self.dense if options.names is None else Dense(case, self.model, None, self.dense.random)
@@ -494,7 +473,7 @@ class Trial:
         require(self.optimizer.last is info, "last is not the StepInfo of the step")
         if not numbers["accepted"]:
             check_state(before, after, "a rejected step", ("parameter", "buffer"))
-        elif case.running and dense is not None and self.at_once:
+        elif case.running and dense is not None and len(self.parts) == 1 and self.subsets == [[*range(dense.n)]]:
             for name, expected in dense.buffers.items():
                 right = torch.allclose(after[f"buffer {name}"].double(), expected.double(), 1e-4, 1e-6)
                 require(right, f"buffer {name} is not as after one pass")
@@ -613,7 +592,9 @@ class Trial:
         """The outcome of a case that raised this."""
         if isinstance(error, WrongError | GeneratorError):
             return error.outcome
-        if not is_refusal(error):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        is_raised_here = last.filename.startswith(PACKAGE) and (last.line or "").startswith("raise")
+        if not (isinstance(error, MEANT) and is_raised_here):
             documented = not self.case.twice and "not implemented" in str(error)
             return "refused" if documented else "crashed"
         return "false-refusal" if self.options.expect == "right" else "refused"

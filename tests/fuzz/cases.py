@@ -182,8 +182,7 @@ def _differential(rng):
     features.add(forward.__name__)
     model = nn.Sequential(*layers).double()
     x = torch.randn(n + N_MORE, width, dtype=torch.float64)
-    y = forward(model, x)
-    targets = rng.choice([None, torch.randn_like(y)])
+    targets = rng.choice([None, torch.randn_like(forward(model, x))])
     case = Case(model, nn.MSELoss(), x, None, targets, n, "tensor", torch.float64, forward, features)
     case.needs_fallback = True
     return case

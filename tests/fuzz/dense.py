@@ -96,24 +96,16 @@ class Dense:
 
     def unflatten(self, vector):
         pieces = vector.split([p.numel() for p in self.parameters.values()])
-        return {
-            name: piece.reshape(p.shape) for (name, p), piece in zip(self.parameters.items(), pieces, strict=True)
-        }
+        pairs = zip(self.parameters.items(), pieces, strict=True)
+        return {name: piece.reshape(p.shape) for (name, p), piece in pairs}
 
     def flatten(self, vector):
         return flat([vector[name].detach().double() for name in self.parameters])
 
-    def block_mask(self):
-        """(p, p): 1 where two parameters belong to the same module."""
-        owners = [name.rpartition(".")[0] for name in self.parameters]
-        ids = self.spread({name: owners.index(name.rpartition(".")[0]) for name in self.parameters})
-        return (ids[:, None] == ids[None, :]).double()
-
     def spread(self, by_name):
         """One number per parameter entry, from one per parameter."""
-        return flat(
-            [torch.full((p.numel(),), float(by_name[n]), dtype=torch.float64) for n, p in self.parameters.items()]
-        )
+        sizes = {name: p.numel() for name, p in self.parameters.items()}
+        return flat([torch.full((n,), float(by_name[name]), dtype=torch.float64) for name, n in sizes.items()])
 
 
 def solve(B, g, damping, decay, theta, shift):

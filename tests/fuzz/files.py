@@ -15,8 +15,6 @@ Outcomes of a case:
              was there
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gzip
@@ -33,13 +31,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,20 +49,18 @@ from woodbury.runs.config import RunConfig
 from woodbury.runs.records import Records
 from woodbury.runs.storage import RunFolderError
 
-OUTCOMES = ("right", "refused", "open", "wrong", "crashed")
 SECONDS, BYTES = 20, 1 << 30  # that a case may take: of the processor, of memory
 HOSTILE = (
     *(b"NaN", b"-Infinity", b"1e999", b"-1", b"null", b"true", b'"', b"{", b"}", b"\\ud800", b"\\u0000"),
     *(b"[" * 5000, b"9" * 30, b"9" * 5000, b"</script>", b"../../x", b"\n", b"\r\n", b"\0", b"\xff"),
 )
-VALUES: tuple[Any, ...] = (
+VALUES = (
     *(None, True, 0, -1, 3, 0.5, 1e300, -1e-300, 2**53, 10**400, float("nan"), float("inf"), [], {}, [[]]),
     *({"a": 1}, [1, 2], "", "x", "x" * 10**5, "two\nlines", "\0", "\ud800", "[/]", "$", "../x", "</script>"),
 )
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A file to damage, and how it is read."""
 
     file: str  # path below the folder of the target
@@ -75,8 +69,7 @@ class Target:
     checked: bool = True  # whether a checksum covers the file, so that another result is wrong
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of a case."""
 
     target: str
@@ -88,7 +81,7 @@ class Outcome:
 # -- damage ----------------------------------------------------------------------------------------------------
 
 
-def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
+def damaged(content, draw):
     """The content with one to three damages, and their names; it always differs."""
     while True:
         changed, names = bytearray(content), []
@@ -100,35 +93,25 @@ def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
             return bytes(changed), "+".join(names)
 
 
-def _range(content: bytearray, draw: random.Random) -> tuple[int, int]:
-    """A range of the content, short ones as likely as long ones."""
-    start = draw.randrange(len(content) + 1)
-    longest = max(1, len(content) - start)
-    return start, start + min(longest, int(longest ** draw.random()) + draw.randrange(8))
-
-
-def _flip(content: bytearray, draw: random.Random) -> None:
+def _flip(content, draw):
     for _ in range(draw.choice((1, 1, 2, 8))):
         if content:
             content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
 
 
-def _truncate(content: bytearray, draw: random.Random) -> None:
+def _cut(content, draw):
     del content[draw.choice((0, draw.randrange(len(content) + 1), max(0, len(content) - draw.randrange(1, 40)))) :]
 
 
-def _insert(content: bytearray, draw: random.Random) -> None:
-    at = draw.randrange(len(content) + 1)
+def _replace(content, draw):
+    """Put other bytes, or none, in place of a range, short ones as likely as long ones."""
+    start = draw.randrange(len(content) + 1)
+    length = draw.choice((0, 1, 64, int((len(content) - start + 1) ** draw.random())))
     random_bytes = draw.randbytes(draw.choice((1, 2, 16, 1000)))
-    content[at : at + draw.choice((0, 1, 64))] = draw.choice((random_bytes, *HOSTILE))
+    content[start : start + length] = draw.choice((b"", random_bytes, draw.choice(HOSTILE)))
 
 
-def _delete(content: bytearray, draw: random.Random) -> None:
-    start, stop = _range(content, draw)
-    del content[start:stop]
-
-
-def _line(content: bytearray, draw: random.Random) -> None:
+def _line(content, draw):
     """Remove, repeat or exchange whole lines."""
     lines = bytes(content).splitlines(keepends=True)
     if lines:
@@ -143,7 +126,7 @@ def _line(content: bytearray, draw: random.Random) -> None:
         content[:] = b"".join(lines)
 
 
-def _value(content: bytearray, draw: random.Random) -> None:
+def _value(content, draw):
     """Put another value in place of one somewhere in JSON, or in one line of it."""
     lines = bytes(content).splitlines(keepends=True)
     parts = [(0, bytes(content))]
@@ -155,7 +138,7 @@ def _value(content: bytearray, draw: random.Random) -> None:
             root = {"": json.loads(text)}
         except (ValueError, RecursionError):
             continue
-        place: Any = root
+        place = root
         while True:
             key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
             inside = place[key]
@@ -168,15 +151,13 @@ def _value(content: bytearray, draw: random.Random) -> None:
         return
 
 
-DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
-    own.__name__.strip("_"): own for own in (_flip, _truncate, _insert, _delete, _line, _value)
-}
+DAMAGES = {own.__name__.strip("_"): own for own in (_flip, _cut, _replace, _line, _value)}
 
 
 # -- what is done with a file ----------------------------------------------------------------------------------
 
 
-def tiny_data() -> Dataset:
+def tiny_data():
     """A problem of three classes whose runs take a moment."""
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator)
@@ -186,22 +167,22 @@ def tiny_data() -> Dataset:
 DATA = tiny_data()
 
 
-def tiny_config(optimizer: str = "smw-gn", **settings: Any) -> RunConfig:
+def tiny_config(optimizer="smw-gn", **settings):
     """A run of 20 steps on it, 5 to an epoch; the same bytes on every machine."""
     config = PRESETS["digits"].config("digits", optimizer, seed=1, epochs=4, batch_size=8, settings=settings)
     return dataclasses.replace(config, widths=(6, 4, 3), versions={"torch": "0"}, machine={"threads": 1})
 
 
-def stop_after(steps: int) -> Callable[[], bool]:
+def stop_after(steps):
     """A `stop` of `train` that is true from that call on."""
     calls = iter(range(1, 10**9))
     return lambda: next(calls) >= steps
 
 
-def resumed(optimizer: str) -> Callable[[Path], Any]:
+def resumed(optimizer):
     """The state that a run in a folder goes on from, and the records it keeps."""
 
-    def use(folder: Path) -> Any:
+    def use(folder):
         with Records(folder) as records:
             run = training._Run(tiny_config(optimizer), DATA, folder / "checkpoint.pt", records)
             run.restore()
@@ -212,13 +193,13 @@ def resumed(optimizer: str) -> Callable[[Path], Any]:
     return use
 
 
-def finished(folder: Path) -> Any:
+def finished(folder):
     """The network that a complete run has left."""
     training.train(tiny_config(), folder, data=DATA, resume=True)
     return (folder / "model.pt").read_bytes()
 
 
-def reported(folder: Path) -> Any:
+def reported(folder):
     """The runs that a report reads; its tables and its page are made from them as well."""
     runs = report.load([folder])
     report.ends_tables(runs)
@@ -226,7 +207,7 @@ def reported(folder: Path) -> Any:
     return runs
 
 
-def commanded(folder: Path) -> Any:
+def commanded(folder):
     """What `woodbury report` prints; its errors are one line and status 2."""
     done = invoke("report", folder, "--out", folder / "out")
     if done.exit_code == 2:
@@ -236,10 +217,10 @@ def commanded(folder: Path) -> Any:
     return done.output
 
 
-def read_by(parse: Callable[[bytearray], Any], sha256: str | None) -> Callable[[Path], Any]:
+def read_by(parse, sha256):
     """What a reader of data sets makes of a file `set/file`, plain or compressed."""
 
-    def use(folder: Path) -> Any:
+    def use(folder):
         file = DataFile("file", sha256, "https://example.org/file")
         return training.as_bytes(Files("set", folder).read(file, parse))
 
@@ -250,7 +231,7 @@ def read_by(parse: Callable[[bytearray], Any], sha256: str | None) -> Callable[[
 
 
 @contextmanager
-def _even_clock() -> Iterator[None]:
+def _even_clock():
     """Inside, each look at the clock is 1/1024 second after the one before, so that the records do not vary."""
     looks = iter(range(1, 10**9))
     clock, time.perf_counter = time.perf_counter, lambda: next(looks) / 1024
@@ -260,9 +241,9 @@ def _even_clock() -> Iterator[None]:
         time.perf_counter = clock
 
 
-def make_targets(root: Path) -> dict[str, Target]:
+def make_targets(root):
     """Write the undamaged files of each target into a folder of its name."""
-    targets: dict[str, Target] = {}
+    targets = {}
     with _even_clock():
         for optimizer in ("smw-gn", "kfac", "adam"):
             folder = root / f"checkpoint {optimizer}"
@@ -272,28 +253,26 @@ def make_targets(root: Path) -> dict[str, Target]:
         training.train(tiny_config(), root / "complete", data=DATA)
     for records in root.glob("*/records.jsonl"):
         os.utime(records, (0, 0))  # the day in a report
-    for name, source, target in (
-        ("records at resume", "checkpoint smw-gn", Target("records.jsonl", resumed("smw-gn"))),
-        ("model", "complete", Target("model.pt", finished)),
-        ("mark of a model", "complete", Target("complete", finished, 5)),
-        ("config", "complete", Target("config.json", RunConfig.load)),
-        ("config by command", "complete", Target("config.json", commanded, 1)),
-        ("records", "complete", Target("records.jsonl", reported)),
-        ("records by command", "complete", Target("records.jsonl", commanded, 1)),
-        ("mark of records", "complete", Target("complete", reported, 5)),
-        (
-            "unfinished records",
-            "checkpoint smw-gn",
-            Target("records.jsonl", lambda folder: report.load([folder]), checked=False),
-        ),
-    ):
-        shutil.copytree(root / source, root / name)
-        targets[name] = target
+    others = {
+        "records at resume": Target("records.jsonl", resumed("smw-gn")),
+        "unfinished records": Target("records.jsonl", lambda folder: report.load([folder]), checked=False),
+        "model": Target("model.pt", finished),
+        "mark of a model": Target("complete", finished, 5),
+        "config": Target("config.json", RunConfig.load),
+        "config by command": Target("config.json", commanded, 1),
+        "records": Target("records.jsonl", reported),
+        "records by command": Target("records.jsonl", commanded, 1),
+        "mark of records": Target("complete", reported, 5),
+    }
+    for name in others:
+        is_unfinished = name in ("records at resume", "unfinished records")
+        shutil.copytree(root / ("checkpoint smw-gn" if is_unfinished else "complete"), root / name)
+    targets |= others
     _data_targets(root, targets)
     return targets
 
 
-def _data_targets(root: Path, targets: dict[str, Target]) -> None:
+def _data_targets(root, targets):
     draw = random.Random(0)
     images = b"\0\0\x08\x03" + bytes((0, 0, 0, 9, 0, 0, 0, 4, 0, 0, 0, 5)) + draw.randbytes(180)
     cifar = b"".join(bytes([draw.randrange(10)]) + draw.randbytes(3072) for _ in range(3))
@@ -304,7 +283,7 @@ def _data_targets(root: Path, targets: dict[str, Target]) -> None:
         for _ in range(9)
     )
 
-    def read_lines(content: bytearray) -> Any:
+    def read_lines(content):
         return read_libsvm(content, rows=9, features=8)
 
     for name, content, parse in (
@@ -333,10 +312,10 @@ class _TooLongError(BaseException):
 
 
 @contextmanager
-def _limits() -> Iterator[None]:
+def _limits():
     """Inside, time and memory are bounded."""
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def end(number, frame):
         raise _TooLongError
 
     before = signal.signal(signal.SIGPROF, end)
@@ -357,20 +336,20 @@ def _limits() -> Iterator[None]:
 class Fuzzer:
     """The files, and a folder to damage them in."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root / "whole"
         self.work = root / "work"
         self.root.mkdir(parents=True)
         self.targets = make_targets(self.root)
-        self._whole: dict[str, Any] = {}
+        self._whole = {}
 
-    def whole(self, name: str) -> Any:
+    def whole(self, name):
         """The result of a target while its file is undamaged."""
         if name not in self._whole:
             self._whole[name] = self._use(name, None)
         return self._whole[name]
 
-    def case(self, seed: int, number: int, only: str | None = None) -> Outcome:
+    def case(self, seed, number, only=None):
         """One case, which depends on its two numbers alone."""
         draw = random.Random(f"{seed}:{number}")
         names = [only] if only else list(self.targets)
@@ -378,7 +357,7 @@ class Fuzzer:
         content, damage = damaged((self.root / name / self.targets[name].file).read_bytes(), draw)
         return Outcome(name, damage, *self.judge(name, content))
 
-    def judge(self, name: str, content: bytes) -> tuple[str, str]:
+    def judge(self, name, content):
         """The outcome of a target with this content in its file, and details."""
         target, whole = self.targets[name], self.whole(name)
         try:
@@ -393,7 +372,7 @@ class Fuzzer:
             return "right", ""
         return "wrong" if target.checked else "open", f"got {str(result)[:2000]}, expected {str(whole)[:2000]}"
 
-    def _use(self, name: str, content: bytes | None) -> Any:
+    def _use(self, name, content):
         """The result of a target with this content in its file, in a fresh copy of its folder."""
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.copytree(self.root / name, self.work)
@@ -404,7 +383,7 @@ class Fuzzer:
         return self.targets[name].read(self.work)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.files", description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=5000, help="number of cases (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all cases (default: %(default)s)")
@@ -416,18 +395,15 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as root:
         fuzzer = Fuzzer(Path(root))
         found = {number: fuzzer.case(options.seed, number, options.target) for number in numbers}
-    counts = Counter((name, case.outcome) for case in found.values() for name in (case.target, "all"))
-    width = max(map(len, fuzzer.targets))
-    print(f"{'file':{width}}", *(f"{outcome:>8}" for outcome in OUTCOMES))
-    for name in (*fuzzer.targets, "all"):
-        print(f"{name:{width}}", *(f"{counts[name, outcome]:8}" for outcome in OUTCOMES))
+    for name in (*fuzzer.targets, ""):
+        counts = Counter(case.outcome for case in found.values() if name in ("", case.target))
+        print(f"{name or 'all'}:", ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     print(f"{len(numbers)} cases, seed {options.seed}, {time.monotonic() - started:.0f} s")
-    failed = any(case.outcome in ("wrong", "crashed") for case in found.values())
-    for number, case in found.items():
-        if case.outcome in ("wrong", "crashed") or options.case is not None:
-            detail = case.detail if options.case is not None else case.detail[:300]
-            print(f"--case {number}: {case.target}, {case.damage}: {case.outcome}, {detail}")
-    return int(failed)
+    failed = {number: case for number, case in found.items() if case.outcome in ("wrong", "crashed")}
+    for number, case in (failed if options.case is None else found).items():
+        detail = case.detail if options.case is not None else case.detail[:300]
+        print(f"--case {number}: {case.target}, {case.damage}: {case.outcome}, {detail}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ is right if its steps are the dense ones, or if `step` raises and leaves the par
 
 import argparse
 import random
+import re
 import sys
 from collections import Counter
 
@@ -21,6 +22,7 @@ from tests.bounds import rounding
 from .dense import dense_parameters
 
 DAMPING = 0.3
+WAY_OUT = re.compile(r"[Ww]ay|step\(\)|Write|one backward|two backward|zero_grad")
 
 # -- expressions: as a loop writes them, and as functions of the outputs ----------------------------------------
 
@@ -52,6 +54,17 @@ class Reversed(torch.autograd.Function):
         return -g
 
 
+def into_a_buffer(y):
+    buffer = torch.zeros_like(y.detach())
+    buffer[:, 0] = y[:, 0]
+    buffer[:, 1:] = 2 * y[:, 1:]
+    return buffer
+
+
+def third_left_out(gradient):
+    return gradient * (torch.arange(gradient.numel()).view_as(gradient) % 3 > 0)
+
+
 def mask_of(t):
     return ((t > 0.3) | (t == t.max(1, keepdim=True).values)).double()
 
@@ -72,7 +85,10 @@ STEPS = {
     "view": (lambda y: y.view(-1).reshape(len(y), -1), lambda y: y),
     "noise": (lambda y: y + 0 * torch.randn_like(y), lambda y: y),
     "through a view": (lambda y: (y[:, 1].mul_(2), y)[1], None),
+    "into a buffer": (into_a_buffer, None),
     "of detached outputs": (lambda y: (y.detach().mul_(1.5), y)[1], None),
+    "of data": (lambda y: (y.data.mul_(2), y * 1)[1], None),
+    "hook": (lambda y: (y.register_hook(third_left_out), y)[1], None),
     "without gradient": (zero_without_gradient, None),
     "dropout": (lambda y: F.dropout(y, 0.5), None),
     "random activation": (lambda y: F.rrelu(y - 5, training=True), None),
@@ -108,6 +124,10 @@ LOSSES = {
         lambda y, t: -(y.log_softmax(1) * t.softmax(1)).sum(1).mean(),
     ),
     "quartic": (lambda y, t: ((y - t) ** 4).mean(), lambda y, t: (y - t).pow(4).mean()),
+    "picked classes": (
+        lambda y, t: -F.log_softmax(y, 1)[torch.arange(len(t)), t.argmax(1)].sum(),
+        lambda y, t: F.cross_entropy(y, t.argmax(1), reduction="sum"),
+    ),
 }
 
 
@@ -116,13 +136,42 @@ def multiply(model, factor):
         parameter.grad.mul_(factor)
 
 
+def add_one(parameter):
+    parameter.grad.add_(1)
+
+
+def hooked(register, change):
+    """A hook on a bias, registered before the backward pass and removed after it."""
+
+    def ending(loss, model, optimizer):
+        handle = getattr(model[-1].bias, register)(change)
+        loss.backward()
+        handle.remove()
+
+    return ending
+
+
+def penalty(model):
+    return 0.1 * model[0].weight.square().sum()
+
+
 ENDINGS = {  # what happens to (the loss, the model, the optimizer), and the factor it comes to; None: must raise
     "backward": (lambda loss, model, optimizer: loss.backward(), 1.0),
     "half": (lambda loss, model, optimizer: (loss / 2).backward(), 0.5),
     "weight of backward": (lambda loss, model, optimizer: loss.backward(torch.full_like(loss, 3.0)), 3.0),
     "divided by hand": (lambda loss, model, optimizer: (loss.backward(), multiply(model, 1 / 3)), 1 / 3),
     "scaler": (lambda loss, model, optimizer: scaled(loss, optimizer, 1000.0), 1.0),
-    "penalty": (lambda loss, model, optimizer: (loss.backward(), (0.1 * model[0].weight.sum()).backward()), None),
+    "penalty": (lambda loss, model, optimizer: (loss.backward(), penalty(model).backward()), None),
+    "penalty before": (lambda loss, model, optimizer: (penalty(model).backward(), loss.backward()), None),
+    "unseen penalty": (lambda loss, model, _: (loss.backward(), torch.autograd.backward(penalty(model))), None),
+    "by torch.autograd": (lambda loss, model, optimizer: torch.autograd.backward([loss]), None),
+    "twice": (lambda loss, model, optimizer: (loss.backward(retain_graph=True), loss.backward()), None),
+    "clipped by value": (
+        lambda loss, model, optimizer: (loss.backward(), nn.utils.clip_grad_value_(model.parameters(), 1e-3)),
+        None,
+    ),
+    "hook on a parameter": (hooked("register_hook", lambda g: 2 * g), None),
+    "hook after accumulation": (hooked("register_post_accumulate_grad_hook", add_one), None),
     "one removed": (lambda loss, model, optimizer: (loss.backward(), setattr(model[0].bias, "grad", None)), None),
     "one changed": (lambda loss, model, optimizer: (loss.backward(), model[-1].bias.grad.add_(0.1)), None),
 }
@@ -146,14 +195,15 @@ class Loop:
         samples, outputs, width = 2 * chance.randint(1, 4), chance.randint(2, 4), chance.randint(2, 5)
         self.model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, outputs)).double()
         self.inputs, self.targets = torch.randn(samples, 3).double(), torch.rand(samples, outputs).double()
-        self.names = names or [chance.choice(list(table)) for table in (STEPS, LOSSES, ENDINGS)]
+        # the first of each table is ordinary, and drawn more often
+        tables = [[*table, *[next(iter(table))] * (len(table) // 2)] for table in (STEPS, LOSSES, ENDINGS)]
+        self.names = names or [chance.choice(table) for table in tables]
         self.parts = chance.choice([1, 2]) if self.names[::2] == ["nothing", "half"] else 1
         drawn = [chance.choice(list(LOSSES)) for _ in range(chance.randint(0, 3))]
         self.ordinary = drawn if ordinary is None else ordinary
         self.how = how or chance.choice(["watch", "closure"])
-        self.optimizer = woodbury.GaussNewton(
-            self.model, None, damping=woodbury.Constant(DAMPING), guard=None, watch=self.how == "watch"
-        )
+        settings = {"damping": woodbury.Constant(DAMPING), "guard": None, "watch": self.how == "watch"}
+        self.optimizer = woodbury.GaussNewton(self.model, None, **settings)
 
     def __repr__(self):
         return f"{self.how}: {', '.join(self.names)} in {self.parts} part(s), after {self.ordinary}"
@@ -189,6 +239,8 @@ class Loop:
         except ValueError as error:
             if not torch.equal(self.parameters(), before):
                 return "WRONG: raised and moved"
+            if must_raise and not WAY_OUT.search(str(error)):
+                return f"WRONG: raised without a way out: {error}"
             return "raised as it must" if must_raise else f"raised: {str(error)[:60]}"
         if must_raise:
             return "WRONG: did not raise"

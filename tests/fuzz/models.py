@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 import woodbury
 
 ACTIVATIONS = [nn.Tanh, nn.Sigmoid, nn.Softplus, nn.GELU, nn.SiLU, nn.ReLU, nn.ELU]
+CELLS = [nn.RNNCell, nn.LSTMCell, nn.GRUCell]
 
 
 class Parts(nn.Module):
@@ -28,6 +29,11 @@ class Parts(nn.Module):
 
     def forward(self, *inputs):
         return self.run(self, *inputs)
+
+
+def drawn(**sizes):
+    """Parameters of normal numbers, by name."""
+    return {name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
 
 
 class Gain(Parts):
@@ -64,15 +70,11 @@ def bare(width):
     return Parts(lambda m, x: m.scale * x + m.shift, scale=scale, shift=shift)
 
 
-def two_names(width):
-    """One parameter under two names in one module."""
+def list_twice(width, names=False):
+    """ParameterList([p, p]), or one parameter under two names in one module."""
     p = nn.Parameter(torch.randn(width, width) / width**0.5)
-    return Parts(lambda m, x: torch.tanh(x @ m.a) @ m.b, a=p, b=p)
-
-
-def list_twice(width):
-    """ParameterList([p, p])."""
-    p = nn.Parameter(torch.randn(width, width) / width**0.5)
+    if names:
+        return Parts(lambda m, x: torch.tanh(x @ m.a) @ m.b, a=p, b=p)
     return Parts(lambda m, x: torch.tanh(x @ m.both[0]) @ m.both[1], both=nn.ParameterList([p, p]))
 
 
@@ -142,16 +144,6 @@ def padded(module, x):
     mask = x[..., 0] > 0.5
     mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
     return module.encoder(x, src_key_padding_mask=mask)
-
-
-def stretch(module, arguments, output):
-    """A forward hook."""
-    return 1.5 * output
-
-
-def bend(module, arguments):
-    """A hook before forward."""
-    return (torch.tanh(arguments[0]),)
 
 
 def middle(x):
@@ -333,15 +325,14 @@ class Builder:
 
     def dropout(self):
         self.random = True
-        drop = nn.Dropout(0.4, inplace=self.chance(0.3))
-        return nn.Sequential(nn.Linear(self.width, self.out), drop)
+        return nn.Sequential(nn.Linear(self.width, self.out), nn.Dropout(0.4, inplace=self.chance(0.3)))
 
     def hooked(self):
         layer = nn.Linear(self.width, self.out)
         if self.chance(0.5):
-            layer.register_forward_hook(stretch)
+            layer.register_forward_hook(lambda module, arguments, output: 1.5 * output)
         else:
-            layer.register_forward_pre_hook(bend)
+            layer.register_forward_pre_hook(lambda module, arguments: (torch.tanh(arguments[0]),))
         return layer
 
     def shared(self):
@@ -373,9 +364,8 @@ class Builder:
             return None
         training = self.chance(0.5)
         options = {} if masked else {"norm_first": self.chance(0.5)}
-        layer = nn.TransformerEncoderLayer(
-            self.width, 2 if masked else 1, 3, dropout=0.0, batch_first=True, **options
-        )
+        heads = 2 if masked else 1
+        layer = nn.TransformerEncoderLayer(self.width, heads, 3, dropout=0.0, batch_first=True, **options)
         return (Parts(padded, encoder=nn.TransformerEncoder(layer, 1)) if masked else layer).train(training)
 
     def recurrent(self):
@@ -468,9 +458,7 @@ def either(b):
 
 ON_VECTORS = {
     "Linear": Kind(6, lambda b: nn.Linear(b.width, b.out, b.chance(0.8)), after=Builder.activation),
-    "residual": Kind(
-        1, lambda b: Parts(lambda m, x: x + m.inner(torch.tanh(x)), inner=nn.Linear(b.width, b.width))
-    ),
+    "residual": Kind(1, lambda b: Parts(lambda m, x: x + m.own(torch.tanh(x)), own=nn.Linear(b.width, b.width))),
     "called-twice": Kind(1, lambda b: twice(b.width)),
     "tied": Kind(1, lambda b: b.tied(bias=b.chance(0.5))),
     "LayerNorm": Kind(1, lambda b: nn.LayerNorm(b.width, bias=not b.chance(0.3))),
@@ -488,13 +476,9 @@ ON_VECTORS = {
     "spectral_norm": Kind(
         0.6, lambda b: parametrizations.spectral_norm(nn.Linear(b.width, b.out)).eval(), fallback=True
     ),
-    "two-names": Kind(0.4, lambda b: two_names(b.width), fallback=True),
+    "two-names": Kind(0.4, lambda b: list_twice(b.width, names=True), fallback=True),
     "ParameterList": Kind(0.4, lambda b: list_twice(b.width), fallback=True),
-    "cell": Kind(
-        0.6,
-        lambda b: Parts(two_steps, cell=b.rng.choice([nn.RNNCell, nn.LSTMCell, nn.GRUCell])(b.width, b.out)),
-        fallback=True,
-    ),
+    "cell": Kind(0.6, lambda b: Parts(two_steps, cell=b.rng.choice(CELLS)(b.width, b.out)), fallback=True),
     "past-module": Kind(0.6, lambda b: past_module(b.width), fallback=True),
     "unused": Kind(0.4, lambda b: Parts(lambda m, x: (m.idle(x), x)[1], idle=nn.Linear(b.width, 2))),
     "hooked": Kind(0.5, Builder.hooked),

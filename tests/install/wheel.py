@@ -11,8 +11,6 @@ python3.11=2.13.0+cpu.)
 that the interpreter has, with the wheel in a folder of its own. With --tests the core tests run there too.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -44,21 +42,20 @@ class Place:
     python: str
     path: str = ""  # where the wheel is, if not in the environment
 
-    def run(self, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments, cwd):
         environment = {**os.environ, "PYTHONPATH": self.path, "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
-        return subprocess.run(
-            [self.python, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True
-        )
+        settings = {"cwd": cwd, "env": environment, "capture_output": True, "text": True}
+        return subprocess.run([self.python, *map(str, arguments)], **settings)
 
 
-def lowest_torch() -> str:
+def lowest_torch():
     """The bound of pyproject.toml as a version: "2.6" is 2.6.0."""
     found = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert found is not None
     return found[1] if found[1].count(".") == 2 else found[1] + ".0"
 
 
-def first_example() -> tuple[str, str]:
+def first_example():
     """The code of the README's first example, and what it prints."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.search(r"```python\n(.*?)```\n\n    ([^\n]*\n)", text, flags=re.DOTALL)
@@ -66,14 +63,14 @@ def first_example() -> tuple[str, str]:
     return found[1], found[2]
 
 
-def pip(python: str, *arguments: str | Path) -> None:
+def pip(python, *arguments):
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
 
 
-def install(python: str, torch: str, wheel: Path, folder: Path) -> Place:
+def install(python, torch, wheel, folder):
     """The wheel where the interpreter, or a new environment of it, finds it; with torch and no extra."""
     if torch == "installed":
         pip(python, "install", "--no-deps", "--target", folder / "site", wheel)
@@ -85,7 +82,7 @@ def install(python: str, torch: str, wheel: Path, folder: Path) -> Place:
     return Place(own)
 
 
-def check(place: Place, folder: Path, with_tests: bool) -> list[str]:
+def check(place, folder, with_tests):
     """What is wrong, one line each."""
     versions = "sys.version.split()[0], torch.__version__, woodbury.__version__, woodbury.__file__"
     shown = place.run("-c", f"import sys, torch, woodbury; print({versions})", cwd=folder)
@@ -103,9 +100,8 @@ def check(place: Place, folder: Path, with_tests: bool) -> list[str]:
     done = place.run("-m", "woodbury", "--version", cwd=folder)
     has_extra = place.run("-c", "import typer", cwd=folder).returncode == 0
     last = done.stderr.strip().rpartition("\n")[2]  # torch may have warned that there is no numpy
-    if not (
-        done.stdout.startswith(f"woodbury {version}") if has_extra else done.returncode and last == NEEDS_EXTRA
-    ):
+    right = done.stdout.startswith(f"woodbury {version}") if has_extra else done.returncode and last == NEEDS_EXTRA
+    if not right:
         faults.append(f"python -m woodbury --version: {done.stdout}{done.stderr}")
     if with_tests:
         pip(place.python, "install", *FOR_TESTS)
@@ -117,7 +113,7 @@ def check(place: Place, folder: Path, with_tests: bool) -> list[str]:
     return faults
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", metavar="PYTHON=TORCH", help="default: this Python, lowest and newest")
     parser.add_argument("--tests", action="store_true", help="run the core tests as well (about 10 minutes each)")
