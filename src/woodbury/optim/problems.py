@@ -147,6 +147,8 @@ class Problems:
         if chain is None:
             passes.check_parts(batch)
         problem = Problem(
+            plan,
+            self.group,
             passes,
             batch,
             settings.curvature if settings.search is None else OwnScale(),

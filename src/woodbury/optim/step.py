@@ -22,7 +22,7 @@ from woodbury.optim.problems import Context
 from woodbury.optim.settings import Hyperparameters
 from woodbury.policies.curved import SearchedStep
 from woodbury.policies.damped_step import DampedStep
-from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
+from woodbury.policies.proposal import AnyQuadratic, Policy, Proposal
 from woodbury.quadratic.linearize import linearize
 from woodbury.quadratic.memory import Kept, with_memory
 from woodbury.quadratic.metric import InMetric
@@ -141,12 +141,12 @@ class Step:
     def _policy(self) -> Policy:
         settings, problem = self.context.settings, self.problem
         precision = torch.finfo(settings.autocast or problem.plan.dtype).eps
-        limits = Limits(settings.accept, settings.guard, precision, self.hyper.lr)
+        limits = settings.accept, settings.guard, precision, self.hyper.lr
         if settings.search is not None:
-            return SearchedStep(settings.search, limits)
+            return SearchedStep(*limits, settings.search)
         damping = self.context.state["damping"]
         look = is_known(damping) and self.doubts.is_time_to_look(damping + settings.damping.floor)
-        return DampedStep(settings.damping, limits, look)
+        return DampedStep(*limits, settings.damping, look)
 
     def _move(self, proposal: Proposal, done: Callable[[StepInfo], None]) -> StepInfo:
         """theta <- theta + alpha p if the step is accepted, and the new state."""

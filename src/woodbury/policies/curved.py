@@ -19,7 +19,7 @@ from woodbury._vector import Vector, weighted_sum
 from woodbury.device.scalars import Scalar, as_number
 from woodbury.linalg import minimize_nonnegative
 from woodbury.policies.ladder import Ladder, Rung
-from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
+from woodbury.policies.proposal import AnyQuadratic, Policy, Proposal
 from woodbury.policies.search import (
     CORRECTIONS,
     DULL,
@@ -141,7 +141,6 @@ class SearchedStep(Policy):
     """The step that a search finds; it is judged on other samples where the problem holds some."""
 
     search: CurvedSearch
-    limits: Limits
 
     def propose(self, quadratic: AnyQuadratic, objective: Objective, state: Mapping[str, Any]) -> Proposal:
         search, remembered = self.search, state.get("search", {})

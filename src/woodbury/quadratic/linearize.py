@@ -77,13 +77,15 @@ def _quadratic(problem: Problem) -> Quadratic:
     at_outputs = passes.rule, passes.loss, outputs, first.targets
     rows: Rows | FactorProducts
     source: Seeds | Factor
+    gradient: Vector | None = None
     with group.together():
         if forms_rows:
             problem.check_room(problem, first.capture.raw)
             source = problem.curvature.seeds(*at_outputs, batch.curvature)
         else:
             source = problem.curvature.factor(*at_outputs)
-        gradient = None if from_loader else _outside_rows(problem, evaluated, source.rest, term_count)
+        if not from_loader and not (forms_rows and source.rest is None):
+            gradient = _outside_rows(problem, evaluated, source.rest, term_count)
         if isinstance(source, Seeds):
             forms, height = [], 0
             for piece, y in evaluated:

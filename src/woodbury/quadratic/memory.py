@@ -97,7 +97,7 @@ def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -
         )
     batches = (*kept.batches, new)
     if gram is not None:
-        quadratic = replace(quadratic, _gram=gram)
+        quadratic._gram = gram
         window = slice(sum(batch.rows for batch in batches[:-most]), before + count)
         gram = gram[window, window]
     return quadratic, Kept(batches[-most:], gram, plan)

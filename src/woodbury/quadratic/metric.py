@@ -105,11 +105,11 @@ class _DampedInMetric(Damped):
         self._inside, self._units = inside, units
 
     def minimizer(self) -> Minimizer:
-        self._found = self._inside.minimizer()
-        p = self._found.displacement.dense() * self._units.vector
+        self._found = found = self._inside.minimizer()
+        p = found.displacement.dense() * self._units.vector
         displacement = Displacement.of(self.quadratic.plan, p)
         # its image stays: (Z s) (p / s) = Z p
-        return replace(self._found, displacement=displacement, squared_norm=scalar(p.dot(p)))
+        return Minimizer(displacement, found.predicted, scalar(p.dot(p)), found.usable, image=found.image)
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
         return self._inside.pull_back(weights, refine) * self._units.vector

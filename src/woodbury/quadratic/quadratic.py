@@ -46,10 +46,7 @@ class Blocks:
     """
 
     name: str
-
-    @property
-    def is_whole(self) -> bool:
-        return self.name == "full"
+    is_whole: bool
 
     def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
         """The names of the parameters of each block."""
@@ -73,7 +70,7 @@ class Blocks:
         return stacked.sum(0) if self.is_whole else stacked
 
 
-BLOCKS = {name: Blocks(name) for name in ("full", "layer")}
+BLOCKS = {"full": Blocks("full", is_whole=True), "layer": Blocks("layer", is_whole=False)}
 
 
 @dataclass(frozen=True)
@@ -151,6 +148,8 @@ class Damped(ABC):
 class Problem:
     """The question of one step: a batch, how it goes through the model, and what the model of it is made of."""
 
+    plan: Plan
+    group: Group  # the processes whose samples are one batch
     passes: Passes
     batch: Batch
     curvature: Curvature
@@ -165,14 +164,6 @@ class Problem:
     random: Snapshot | None  # before the first pass through the model, if it may draw random numbers
     state: Mapping[str, Any]  # of the optimizer
     check_room: Callable[[Problem, Tensor], None]  # hears of the outputs before rows are formed
-
-    @property
-    def plan(self) -> Plan:
-        return self.passes.plan
-
-    @property
-    def group(self) -> Group:
-        return self.passes.group
 
 
 @dataclass(eq=False)
@@ -193,11 +184,6 @@ class Quadratic(Problem):
     @property
     def space(self) -> Space:
         return self.plan.space
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether the pass was one along a plain chain of Linear layers."""
-        return self.pieces[0].capture.chain is not None
 
     @property
     def is_plain(self) -> bool:
