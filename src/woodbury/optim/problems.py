@@ -156,7 +156,7 @@ class Problems:
             settings.blocks,
             settings.gram_dtype,
             decay=Decay(hyper.weight_decay, plan.parameters) if hyper.any_decay else None,
-            center=_center(plan, hyper, context.state.get("momentum", {})),
+            center=_center(plan, hyper, context.state.get("momentum", {})) if hyper.any_momentum else None,
             apart=settings.memory > 0,
             full=request.full,
             held_out=None if request.held_out is None else tuple(request.held_out),
@@ -306,13 +306,13 @@ def _check_held_out(settings: Settings, held_out: Any) -> None:
 
 def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) -> Vector | None:
     """q = mu p_prev, or None while it is zero."""
-    if not stored or not hyper.any_momentum:
-        return None
-    # others were not trained before
-    known = {name: like(stored[name], parameter) for name, parameter in plan.parameters.items() if name in stored}
-    if not known:
-        return None
-    before = plan.space.pack(known)
+    if isinstance(stored, Vector) and stored.space is plan.space:
+        before = stored.of(like(stored.flat, next(iter(plan.parameters.values()))))
+    else:  # others were not trained before
+        shared = {name: own for name, own in plan.parameters.items() if name in stored}
+        if not shared:
+            return None
+        before = plan.space.pack({name: like(stored[name], own) for name, own in shared.items()})
     rates = set(hyper.momentum.values())
     if len(rates) == 1:
         return before * rates.pop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class Displacement:
         self.plan = plan
         self._factored: list[_Factored] = []
         self._vector: Vector | None = None  # p, where all of it is formed
-        self._formed: Parts = {}  # parameters whose p is formed
+        self._formed = {}
         by_layer = coefficients.dim() == 2
         for index, (name, layer_rows) in enumerate(rows.forms.items()):
             c = coefficients[index] if by_layer else coefficients
@@ -66,9 +66,14 @@ class Displacement:
     def of(cls, plan: Plan, vector: Vector) -> Displacement:
         """p as it is given."""
         displacement = cls.__new__(cls)
-        displacement.plan, displacement._factored = plan, []
-        displacement._vector, displacement._formed = vector, vector.parts
+        displacement.plan, displacement._factored, displacement._vector = plan, [], vector
         return displacement
+
+    @cached_property
+    def _formed(self) -> Parts:
+        """Parameters whose p is formed: all, of a p as it is given."""
+        assert self._vector is not None
+        return self._vector.parts
 
     def dense(self) -> Vector:
         """p."""

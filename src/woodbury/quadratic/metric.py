@@ -32,6 +32,7 @@ from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
 from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.parameter_space import is_smaller
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
 from woodbury.row_matrix import Rows
 
@@ -45,7 +46,7 @@ class Units:
     """s = D^{-1/2}: of a matrix as the outer product of two vectors where D is one, else entry by entry."""
 
     plan: Plan
-    factors: Mapping[str, tuple[Tensor, ...]]  # by parameter: (rows, columns) or (entries,)
+    factors: Mapping[str, tuple[Tensor, ...]]  # by parameter, in order: (rows, columns) or (entries,)
 
     @cached_property
     def vector(self) -> Vector:
@@ -53,7 +54,7 @@ class Units:
         parts = {
             name: torch.outer(*units) if len(units) == 2 else units[0] for name, units in self.factors.items()
         }
-        return self.plan.space.vector(flatten({name: parts[name] for name in self.plan.parameters}))
+        return self.plan.space.vector(flatten(parts))
 
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""
@@ -68,13 +69,15 @@ class InMetric:
 
     def __init__(self, plain: Quadratic, units: Units) -> None:
         self._plain, self._units = plain, units
-        rows, s = plain.all_rows, units.vector
+        rows, s, complete = plain.all_rows, units.vector, plain._complete
+        if not is_smaller(plain.plan, plain.blocks, plain.curvature_rows):
+            complete = None  # in sample space nobody asks for it
         self._inside = replace(
             plain,
             rows=Rows(plain.plan, units.of_rows(rows.forms), rows.row_count),  # Z s
             gradient=None if plain.gradient is None else plain.gradient * s,
             center=None if plain.center is None else plain.center / s,
-            _complete=None if plain._complete is None else plain._complete * s,
+            _complete=None if complete is None else complete * s,
             _gram=None,
         )
 
@@ -139,10 +142,12 @@ class Metric(ABC):
         """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
         steps, before, moments = state.get("steps", 0), state.get("moments", {}), self.seen(quadratic)
         if before:
-            # those of parameters that are new begin with this step
-            known = {name: like(before.get(name, part), part) for name, part in moments.items()}
-            moments = moments.of(self.joined(moments.space.pack(known).flat, moments.flat, steps))
-        return self.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}
+            if not isinstance(before, Vector) or before.space is not moments.space:
+                # those of parameters that are new begin with this step
+                known = {name: like(before.get(name, part), part) for name, part in moments.items()}
+                before = moments.space.pack(known)
+            moments = moments.of(self.joined(like(before.flat, moments.flat), moments.flat, steps))
+        return self.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments}
 
 
 class AdamMetric(Metric):

@@ -12,6 +12,7 @@ quadratics again (`woodbury.quadratic.metric`, `woodbury.quadratic.memory`).
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -328,13 +329,13 @@ class Quadratic(Problem):
     def written_out(self, most: int) -> Quadratic:
         """The same with rows written out in layers of at most so many parameters whose rows are sums."""
         rows = self.all_rows
-        plan, forms = rows.plan, dict(rows.forms)
-        for name, form in rows.forms.items():
-            size = sum(plan.parameters[full].numel() for full in plan.owned[name].values())
-            if size <= most:
-                forms[name] = form.written_out()
-        same = all(form is rows.forms[name] for name, form in forms.items())
-        return self if same else replace(self, rows=Rows(plan, forms, rows.row_count))
+        forms = dict(rows.forms)
+        for name, size in zip(self.plan.owned, self.plan.block_sizes, strict=True):
+            if size <= most and name in forms:
+                forms[name] = forms[name].written_out()
+        if all(map(operator.is_, forms.values(), rows.forms.values())):
+            return self
+        return replace(self, rows=Rows(self.plan, forms, rows.row_count))
 
     # -- the outputs y of the curvature samples around theta, in the units of the rows: S^T y, (m,) -----------
 
