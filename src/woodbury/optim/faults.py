@@ -96,12 +96,12 @@ def _bad_samples(problem: Problem, batch: Batch) -> list[int]:
         inputs = _batch.take(batch.inputs, indices, batch.samples)
         targets = None if batch.targets is None else _batch.take(batch.targets, indices, batch.samples)
         passes = problem.passes
-        piece, outputs = passes.evaluate(inputs, targets, len(indices))
-        finite = torch.isfinite(passes.rule.terms(passes.loss, outputs.double(), piece.targets))
+        piece = passes.evaluate(inputs, targets, len(indices))
+        finite = torch.isfinite(passes.rule.terms(passes.loss, piece.outputs.double(), piece.targets))
         if not finite.all():
             found: list[int] = indices[~finite].tolist()
             return found + (search(indices[finite]) if finite.any() else [])
-        if _is_finite(problem, piece, outputs):
+        if _is_finite(problem, piece):
             return []
         if len(indices) == 1:
             return indices.tolist()
@@ -114,13 +114,13 @@ def _bad_samples(problem: Problem, batch: Batch) -> list[int]:
         return []
 
 
-def _is_finite(problem: Problem, piece: Piece, outputs: Tensor) -> bool:
+def _is_finite(problem: Problem, piece: Piece) -> bool:
     """Whether the gradient of these samples and their factor S are finite."""
     passes = problem.passes
     try:
-        factor = problem.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+        factor = problem.curvature.factor(passes.rule, passes.loss, piece.outputs, piece.targets)
     except torch.linalg.LinAlgError:  # an eigendecomposition of nan
         return False
-    gradient = piece.capture.gradient(passes.residual(outputs, piece.targets))
+    gradient = piece.capture.gradient(passes.residual(piece))
     parts = [*gradient.values(), factor.columns()]
     return all(bool(torch.isfinite(part).all()) for part in parts)

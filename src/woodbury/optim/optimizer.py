@@ -263,10 +263,9 @@ class SecondOrder(torch.optim.Optimizer):
         return step
 
     def _context(self, settings: Settings | None = None) -> Context:
-        """What a step is taken with, and the part of the state that posing a problem changes."""
-        transaction = Transaction(self.state, ("generator", "largest_batch"))
-        groups = self.param_groups
-        return Context(self.model, settings or self.settings, self.state, groups, transaction, self.settings)
+        own, groups = self.settings, self.param_groups
+        device = groups[0]["params"][0].device
+        return Context(self.model, settings or own, self.state, groups, Transaction(self.state), own, device)
 
     def _step(self, context: Context, request: Request) -> StepInfo:
         transaction = context.transaction

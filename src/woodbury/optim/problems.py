@@ -59,9 +59,7 @@ class Context:
     groups: Sequence[Mapping[str, Any]]
     transaction: Transaction
     common: Settings  # that all processes must have: without what a loop of the user's own was seen to do
-
-    def __post_init__(self) -> None:
-        self.device: torch.device = self.groups[0]["params"][0].device
+    device: torch.device
 
 
 class Problems:
@@ -91,22 +89,28 @@ class Problems:
 
         A process without a sample borrows one of another, and counts it 0 times.
         """
+        if self.group.size == 1:
+            return self._pose(context, request)
         common = partial(describe, context.common, context.groups)
         given = request.inputs, request.targets
         borrowed = borrow_sample(self.group, given, context.device, context.state, common)
         if borrowed is not None:
             request = replace(request, inputs=borrowed[0], targets=borrowed[1], subset=None)
         with self.group.together():
-            self.check_surroundings(context)
-            samples = count_samples(request.inputs, request.targets)
-            if request.held_out is not None:
-                _check_held_out(context.settings, request.held_out)
-            self._sample_axes = _batch.sample_axes(request.inputs, samples, self._sample_axes)
-            plan = self.structure.read(context.model, context.groups)
-            batch = self._choose(context, request, samples)
-            context.state["damping"] = to_device(context.state["damping"], context.device)
-            problem, hyper = self.problem(context, plan, batch, request)
+            problem, hyper = self._pose(context, request)
         return (problem if borrowed is None else count_nothing(problem)), hyper
+
+    def _pose(self, context: Context, request: Request) -> tuple[Problem, Hyperparameters]:
+        """The problem of the batch of this process."""
+        self.check_surroundings(context)
+        samples = count_samples(request.inputs, request.targets)
+        if request.held_out is not None:
+            _check_held_out(context.settings, request.held_out)
+        self._sample_axes = _batch.sample_axes(request.inputs, samples, self._sample_axes)
+        plan = self.structure.read(context.model, context.groups)
+        batch = self._choose(context, request, samples)
+        context.state["damping"] = to_device(context.state["damping"], context.device)
+        return self.problem(context, plan, batch, request)
 
     def problem(
         self,

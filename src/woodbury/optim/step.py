@@ -27,7 +27,6 @@ from woodbury.quadratic.linearize import linearize
 from woodbury.quadratic.memory import Kept, with_memory
 from woodbury.quadratic.metric import InMetric
 from woodbury.quadratic.objective import Objective
-from woodbury.quadratic.parameter_space import is_smaller
 from woodbury.quadratic.quadratic import Problem
 from woodbury.quadratic.solvers import SOLVERS
 
@@ -133,8 +132,9 @@ class Step:
             units, gains["metric"] = settings.metric.next_units(state.get("metric", {}), quadratic)
         if settings.memory:
             kept = Kept.read(state.get("kept", {}), plan)
-            by_rows = not is_smaller(plan, settings.blocks, kept.rows + quadratic.curvature_rows)
-            needs_gram = units is None and settings.blocks.name == "full" and by_rows
+            row_count = kept.rows + quadratic.curvature_rows
+            has_gram = units is None and settings.blocks.is_whole
+            needs_gram = has_gram and not settings.blocks.are_smaller(plan, row_count)
             quadratic, gains["kept"] = with_memory(quadratic, kept, settings.memory, needs_gram)
         return (quadratic if units is None else InMetric(quadratic, units)), objective, gains
 

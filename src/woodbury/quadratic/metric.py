@@ -32,7 +32,6 @@ from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.parameter_space import is_smaller
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
 from woodbury.row_matrix import Rows
 
@@ -70,7 +69,7 @@ class InMetric:
     def __init__(self, plain: Quadratic, units: Units) -> None:
         self._plain, self._units = plain, units
         rows, s, complete = plain.all_rows, units.vector, plain._complete
-        if not is_smaller(plain.plan, plain.blocks, plain.curvature_rows):
+        if not plain.blocks.are_smaller(plain.plan, plain.curvature_rows):
             complete = None  # in sample space nobody asks for it
         self._inside = replace(
             plain,
@@ -171,10 +170,11 @@ class AdamMetric(Metric):
 
     def units(self, moments: Vector, plan: Plan) -> Units:
         # all at once: they are many, and small
-        lengths = _lengths(moments.space, plan.device)
+        device = plan.device
+        lengths = _lengths(moments.space, device)
         means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True)
-        means = means.index_select(0, _places(moments.space, plan.space, plan.device))
-        shares = _shares(moments.space, plan.space, plan.dtype, plan.device)
+        means = means.index_select(0, _places(moments.space, plan.space, device))
+        shares = _shares(moments.space, plan.space, plan.dtype, device)
         tiny = torch.finfo(plan.dtype).tiny
         divisors = torch.where(shares > 0, torch.dot(means, shares), means).clamp_min(tiny)
         relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)

@@ -39,6 +39,7 @@ class Piece:
     """Part of a batch as the loss saw it at theta."""
 
     inputs: Any
+    outputs: Tensor  # (n, C), detached
     targets: Tensor  # as the loss rule prepared them
     losses: Tensor  # of each sample, or their sum (see `Passes.losses`), float64
     term_count: Scalar  # M, what f divides by: f = sum of losses / M; 1 where the loss is a sum
@@ -154,15 +155,15 @@ class Passes:
                 check_part(self.plan, self.forward, batch, self.autocast, parts)
             findings.parts = parts
 
-    def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> tuple[Piece, Tensor]:
-        """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
+    def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> Piece:
+        """Run the model at theta on part of the batch."""
         captured = self.capture(inputs, samples)
         outputs = captured.outputs
         if outputs.requires_grad:
             outputs = outputs.detach()
         prepared = prepare(self.rule, self.loss, captured.raw, targets)
         term_count = 1.0 if self.is_sum else self.rule.count(self.loss, prepared)
-        return Piece(inputs, prepared, self.losses(outputs, prepared), term_count, captured), outputs
+        return Piece(inputs, outputs, prepared, self.losses(outputs, prepared), term_count, captured)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample in float64, for differences of nearly equal losses: rho is one.
@@ -173,6 +174,6 @@ class Passes:
             return self.rule.terms(self.loss, outputs, targets)
         return self.rule.total(self.loss, outputs.double(), targets)
 
-    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def residual(self, piece: Piece) -> Tensor:
         """The gradient of each sample's loss at its outputs."""
-        return self.rule.residual(self.loss, outputs, targets)
+        return self.rule.residual(self.loss, piece.outputs, piece.targets)

@@ -57,6 +57,10 @@ class Blocks:
         """The number of parameters in each block."""
         return [plan.size] if self.is_whole else plan.block_sizes
 
+    def are_smaller(self, plan: Plan, row_count: int) -> bool:
+        """Whether each block of B is smaller than the Gram matrix of so many factor rows."""
+        return row_count > max(self.sizes(plan))
+
     def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
         """Z D Z^T of each block."""
         if self.is_whole:
@@ -346,10 +350,10 @@ class Quadratic(Problem):
 
     def change_of_outputs(self, p: Vector) -> Tensor:
         """S^T (y(theta + p) - y)."""
-        capture = self.pieces[0].capture
+        piece = self.pieces[0]
         with replayed(self.random):
-            moved = Displacement.of(self.plan, p).outputs_on(capture)
-        return self._in_rows(moved.reshape(capture.outputs.shape) - capture.outputs.detach())
+            moved = Displacement.of(self.plan, p).outputs_on(piece.capture)
+        return self._in_rows(moved.reshape(piece.outputs.shape) - piece.outputs)
 
     def _in_rows(self, outputs: Tensor) -> Tensor:
         return self._factor.rmatvec(outputs[: self.batch.curvature]).flatten()
@@ -357,5 +361,5 @@ class Quadratic(Problem):
     @cached_property
     def _factor(self) -> Factor:
         piece, samples = self.pieces[0], self.batch.curvature
-        outputs, targets = piece.capture.outputs.detach()[:samples], piece.targets[:samples]
+        outputs, targets = piece.outputs[:samples], piece.targets[:samples]
         return self.curvature.factor(self.passes.rule, self.passes.loss, outputs, targets)
