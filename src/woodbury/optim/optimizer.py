@@ -36,12 +36,7 @@ from woodbury.optim.faults import Doubts
 from woodbury.optim.info import StepInfo
 from woodbury.optim.problems import Context, Problems, Request
 from woodbury.optim.recorded import RecordedStep
-from woodbury.optim.settings import (
-    Settings,
-    check_model_and_loss,
-    plain_groups,
-    with_names,
-)
+from woodbury.optim.settings import Settings, check_model_and_loss, plain_groups, with_names
 from woodbury.optim.shards import describe, find_group, start_alike
 from woodbury.optim.step import Step
 from woodbury.optim.transaction import Transaction

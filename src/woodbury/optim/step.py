@@ -45,7 +45,9 @@ class Step:
 
     def take(self, done: Callable[[StepInfo], None]) -> StepInfo:
         """Propose, judge and move; `done` hears of the step as part of the move, perhaps twice."""
-        by_hand = self.problem.passes.chain is not None and self.context.settings.keeps_nothing
+        settings, by_hand = self.context.settings, self.problem.passes.chain is not None
+        if settings.search is not None or settings.solver.keeps_state:
+            by_hand = False  # a pass is differentiated later
         with torch.inference_mode() if by_hand else self._derivatives():
             proposal, policy, objective = self._propose()
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
