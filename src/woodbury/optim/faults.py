@@ -33,15 +33,12 @@ class Doubts:
         self._given: set[str] = set()
         self._solves, self._looked_at = 0, math.inf
 
-    def warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._given:
-            self._given.add(kind)
-            warnings.warn(f"{self.method}: {message}", RuntimeWarning, stacklevel=3)
-
-    def warn_of(self, messages: Mapping[str, str]) -> None:
+    def warn_once(self, messages: Mapping[str, str]) -> None:
         """By kind."""
         for kind, message in messages.items():
-            self.warn_once(kind, message)
+            if kind not in self._given:
+                self._given.add(kind)
+                warnings.warn(f"{self.method}: {message}", RuntimeWarning, stacklevel=3)
 
     def is_time_to_look(self, damping: float) -> bool:
         """Where lambda has halved, and at steps 1, 2, 4, 8, ..., until someone was warned."""
@@ -86,7 +83,7 @@ def check_solved(problem: Problem, predicted: Scalar, doubts: Doubts, to_take: b
     name_bad_samples(problem, None)
     if not to_take:
         raise ArithmeticError(f"{doubts.method}: {NO_STEP}")
-    doubts.warn_once("no step", f"{NO_STEP}. The step is rejected")
+    doubts.warn_once({"no step": f"{NO_STEP}. The step is rejected"})
 
 
 def _bad_samples(problem: Problem, batch: Batch) -> list[int]:

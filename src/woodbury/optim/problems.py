@@ -72,6 +72,7 @@ class Problems:
         self.orders = _random.Orders()
         self._options: tuple[Any, ...] | None = None  # of the loss, as they were when last looked at
         self._sample_axes: Mapping[str, bool] = {}  # places in the inputs, and whether they have a sample axis
+        self._small: tuple[Any, ...] = ()  # what the memory of a step depends on that needs little
         self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
         self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
 
@@ -79,7 +80,7 @@ class Problems:
         """For a copy of the optimizer: nothing that belongs to this model or to these processes."""
         other = copy.copy(self)
         other.structure, other.orders, other.group = self.structure.fresh_copy(), _random.Orders(), ALONE
-        other._options = None
+        other._options, other._small = None, ()
         return other
 
     # -- a batch --------------------------------------------------------------------------------------------
@@ -214,12 +215,16 @@ class Problems:
     def _check_room(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
         batch, plan = problem.batch, problem.plan
+        sizes = plan, settings, self.rule, batch.samples, batch.curvature, raw.shape
+        if sizes == self._small:
+            return
         self._columns = k = settings.curvature.column_count(self.rule, raw.shape)
         row_count, number = batch.curvature * k * (1 + settings.memory), raw.element_size()
         others = batch.samples - batch.curvature
         height, outputs = row_count + others, raw.numel() // raw.shape[0]
         # in parameter space a block has fewer parameters than there are rows: this bounds both cases below
         if not plan.uncovered and 8 * height * (5 * len(plan.owned) * height + outputs) < _WORTH_ASKING:
+            self._small = sizes
             return
         size = settings.solver.size(plan, settings.blocks, row_count, others)
         columns = row_count * outputs * number

@@ -53,7 +53,7 @@ class Step:
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
             policy.judge(proposal, objective, self.context.state)
         if proposal.warnings:
-            self.doubts.warn_of(proposal.warnings)
+            self.doubts.warn_once(proposal.warnings)
         with torch.set_grad_enabled(False):
             return self._move(proposal, done)
 
@@ -61,7 +61,7 @@ class Step:
         """p by parameter name."""
         with self._derivatives():
             proposal, _, _ = self._propose()
-            self.doubts.warn_of(proposal.warnings)
+            self.doubts.warn_once(proposal.warnings)
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=False)
             return dict(proposal.displacement.dense())
 

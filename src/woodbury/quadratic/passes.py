@@ -79,11 +79,11 @@ class Passes:
         self.is_sum = self.rule.is_sum(self.loss)  # whether f is a sum over samples instead of a mean
 
     def term_count(self, pieces: Sequence[Piece]) -> Scalar:
-        """M, what f over all pieces divides by; 1 where the loss is a sum."""
+        """M, what f over all pieces of this process divides by; 1 where the loss is a sum."""
         if self.is_sum:
             return 1.0
-        term_count = pieces[0].term_count if len(pieces) == 1 else sum(piece.term_count for piece in pieces)
-        return check_term_count(self.sum(term_count))
+        counts = [piece.term_count for piece in pieces]
+        return check_term_count(counts[0] if len(counts) == 1 else sum(counts))
 
     def sum(self, number: Scalar) -> Scalar:
         """The sum of a number over all processes."""

@@ -223,10 +223,9 @@ class Quadratic(Problem):
         """(g + W theta) . p for vectors p with the images Z p, (k, rows); waits for the device."""
         term_count = float(self.term_count)
         slopes = [total / term_count for total in (images @ self._row_weights(images.shape[1])).tolist()]
-        if self.gradient is not None:
-            slopes = [slope + float(self.gradient.dot(p)) for slope, p in zip(slopes, vectors, strict=True)]
-        if self.decay is not None:
-            slopes = [slope + float(self.decay.slope(p)) for slope, p in zip(slopes, vectors, strict=True)]
+        outside = self._outside
+        if outside is not None:
+            slopes = [slope + float(outside.dot(p)) for slope, p in zip(slopes, vectors, strict=True)]
         return slopes
 
     def predicted(self, p: Vector, images: Tensor) -> Scalar:
@@ -248,6 +247,13 @@ class Quadratic(Problem):
     def pull(self) -> Tensor:
         """w = -D e / M, one per factor row: Z[:m]^T w / D is -g, but for rows of other samples and `gradient`."""
         return self.factor_weights * -(self.divisor / self.term_count)
+
+    @property
+    def _outside(self) -> Vector | None:
+        """g' + W theta, None for zero: g' is the part of the gradient that is not in the rows."""
+        if self.decay is None:
+            return self.gradient
+        return self.decay.force if self.gradient is None else self.decay.force + self.gradient
 
     def _row_weights(self, row_count: int) -> Tensor:
         """(e, 1), one weight per row."""
@@ -277,16 +283,11 @@ class Quadratic(Problem):
         return force if self.center is None else force + self.center * damping
 
     def base(self, damping: Scalar) -> Vector | None:
-        """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero.
-
-        g' is the part of the gradient that is not in the rows.
-        """
-        force = self.gradient
-        if self.decay is not None:
-            force = self.decay.force if force is None else force + self.decay.force
-        if force is None:
+        """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero."""
+        outside = self._outside
+        if outside is None:
             return self.center
-        base = force / -damping
+        base = outside / -damping
         if self.center is not None:
             base = base + self.center
         return base if self.decay is None else self.decay.scaled(base, damping)
@@ -299,10 +300,10 @@ class Quadratic(Problem):
         Without a damping Z Z^T. Another damping comes back with the same Z Z^T.
         """
         scales = None if damping is None or self.decay is None else self.decay.scales(damping)
-        rows = self.all_rows
         if scales is not None and self.decay is not None and not self.decay.is_uniform:
-            return self.blocks.gram(rows, scales, self.gram_dtype)
+            return self.blocks.gram(self.all_rows, scales, self.gram_dtype)
         if self._gram is None:
+            rows = self.all_rows
             if head:
                 by_layer = rows.gram_head(self.curvature_rows, self.gram_dtype)
                 self._gram = rows.joined(self.blocks.join(by_layer))
