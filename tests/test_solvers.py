@@ -55,7 +55,7 @@ def test_more_rows_than_parameters_are_solved_in_parameter_space(kind, blocks, s
     settings = {"damping": 0.05, "blocks": blocks, "momentum": 0.7, "weight_decay": weight_decay}
     optimizer = METHODS[kind](model, loss, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(woodbury.quadratic.parameter_space, "is_smaller", lambda *args: False)
+        patch.setattr(woodbury.quadratic.quadratic.Blocks, "are_smaller", lambda *args: False)
         in_samples = flatten(optimizer.direction(inputs, targets, subset=subset))
     forbid(monkeypatch, Rows, "layer_grams")
     previous = flatten(optimizer.direction(inputs, targets, subset=subset))

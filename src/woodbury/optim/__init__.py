@@ -6,11 +6,4 @@ from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.smw import GaussNewton, NaturalGradient
 from woodbury.quadratic.passes import NonFiniteLossError
 
-__all__ = [
-    "BadSamplesError",
-    "GaussNewton",
-    "NaturalGradient",
-    "NonFiniteLossError",
-    "SecondOrder",
-    "StepInfo",
-]
+__all__ = ["BadSamplesError", "GaussNewton", "NaturalGradient", "NonFiniteLossError", "SecondOrder", "StepInfo"]

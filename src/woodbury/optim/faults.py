@@ -33,15 +33,12 @@ class Doubts:
         self._given: set[str] = set()
         self._solves, self._looked_at = 0, math.inf
 
-    def warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._given:
-            self._given.add(kind)
-            warnings.warn(f"{self.method}: {message}", RuntimeWarning, stacklevel=3)
-
-    def warn_of(self, messages: Mapping[str, str]) -> None:
+    def warn_once(self, messages: Mapping[str, str]) -> None:
         """By kind."""
         for kind, message in messages.items():
-            self.warn_once(kind, message)
+            if kind not in self._given:
+                self._given.add(kind)
+                warnings.warn(f"{self.method}: {message}", RuntimeWarning, stacklevel=3)
 
     def is_time_to_look(self, damping: float) -> bool:
         """Where lambda has halved, and at steps 1, 2, 4, 8, ..., until someone was warned."""
@@ -86,7 +83,7 @@ def check_solved(problem: Problem, predicted: Scalar, doubts: Doubts, to_take: b
     name_bad_samples(problem, None)
     if not to_take:
         raise ArithmeticError(f"{doubts.method}: {NO_STEP}")
-    doubts.warn_once("no step", f"{NO_STEP}. The step is rejected")
+    doubts.warn_once({"no step": f"{NO_STEP}. The step is rejected"})
 
 
 def _bad_samples(problem: Problem, batch: Batch) -> list[int]:
@@ -96,12 +93,12 @@ def _bad_samples(problem: Problem, batch: Batch) -> list[int]:
         inputs = _batch.take(batch.inputs, indices, batch.samples)
         targets = None if batch.targets is None else _batch.take(batch.targets, indices, batch.samples)
         passes = problem.passes
-        piece, outputs = passes.evaluate(inputs, targets, len(indices))
-        finite = torch.isfinite(passes.rule.terms(passes.loss, outputs.double(), piece.targets))
+        piece = passes.evaluate(inputs, targets, len(indices))
+        finite = torch.isfinite(passes.rule.terms(passes.loss, piece.outputs.double(), piece.targets))
         if not finite.all():
             found: list[int] = indices[~finite].tolist()
             return found + (search(indices[finite]) if finite.any() else [])
-        if _is_finite(problem, piece, outputs):
+        if _is_finite(problem, piece):
             return []
         if len(indices) == 1:
             return indices.tolist()
@@ -114,13 +111,13 @@ def _bad_samples(problem: Problem, batch: Batch) -> list[int]:
         return []
 
 
-def _is_finite(problem: Problem, piece: Piece, outputs: Tensor) -> bool:
+def _is_finite(problem: Problem, piece: Piece) -> bool:
     """Whether the gradient of these samples and their factor S are finite."""
     passes = problem.passes
     try:
-        factor = problem.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+        factor = problem.curvature.factor(passes.rule, passes.loss, piece.outputs, piece.targets)
     except torch.linalg.LinAlgError:  # an eigendecomposition of nan
         return False
-    gradient = piece.capture.gradient(passes.residual(outputs, piece.targets))
+    gradient = piece.capture.gradient(passes.residual(piece))
     parts = [*gradient.values(), factor.columns()]
     return all(bool(torch.isfinite(part).all()) for part in parts)

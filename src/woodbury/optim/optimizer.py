@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from woodbury import _random
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, check_number, check_truth, check_whole_number, part_named
-from woodbury._vector import Parts
+from woodbury._vector import Parts, Vector
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import to_device
 from woodbury.loop.calls import Seen, SeenBatch
@@ -36,12 +36,7 @@ from woodbury.optim.faults import Doubts
 from woodbury.optim.info import StepInfo
 from woodbury.optim.problems import Context, Problems, Request
 from woodbury.optim.recorded import RecordedStep
-from woodbury.optim.settings import (
-    Settings,
-    check_model_and_loss,
-    plain_groups,
-    with_names,
-)
+from woodbury.optim.settings import Settings, check_model_and_loss, plain_groups, with_names
 from woodbury.optim.shards import describe, find_group, start_alike
 from woodbury.optim.step import Step
 from woodbury.optim.transaction import Transaction
@@ -263,10 +258,9 @@ class SecondOrder(torch.optim.Optimizer):
         return step
 
     def _context(self, settings: Settings | None = None) -> Context:
-        """What a step is taken with, and the part of the state that posing a problem changes."""
-        transaction = Transaction(self.state, ("generator", "largest_batch"))
-        groups = self.param_groups
-        return Context(self.model, settings or self.settings, self.state, groups, transaction, self.settings)
+        own, groups = self.settings, self.param_groups
+        device = groups[0]["params"][0].device
+        return Context(self.model, settings or own, self.state, groups, Transaction(self.state), own, device)
 
     def _step(self, context: Context, request: Request) -> StepInfo:
         transaction = context.transaction
@@ -383,6 +377,10 @@ class SecondOrder(torch.optim.Optimizer):
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
 
 
-def _as_plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state with what is an object (`woodbury.quadratic.memory.Kept`) as plain numbers and tensors."""
-    return {key: value.as_state() if hasattr(value, "as_state") else value for key, value in state.items()}
+def _as_plain(value: Any) -> Any:
+    """The state, or an entry, with what is an object (`Vector`, `Kept`) as plain numbers and tensors by name."""
+    if isinstance(value, Vector):
+        return value.named()
+    if isinstance(value, dict):
+        return {key: _as_plain(own) for key, own in value.items()}
+    return value.as_state() if hasattr(value, "as_state") else value

@@ -59,9 +59,7 @@ class Context:
     groups: Sequence[Mapping[str, Any]]
     transaction: Transaction
     common: Settings  # that all processes must have: without what a loop of the user's own was seen to do
-
-    def __post_init__(self) -> None:
-        self.device: torch.device = self.groups[0]["params"][0].device
+    device: torch.device
 
 
 class Problems:
@@ -74,6 +72,7 @@ class Problems:
         self.orders = _random.Orders()
         self._options: tuple[Any, ...] | None = None  # of the loss, as they were when last looked at
         self._sample_axes: Mapping[str, bool] = {}  # places in the inputs, and whether they have a sample axis
+        self._small: tuple[Any, ...] = ()  # what the memory of a step depends on that needs little
         self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
         self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
 
@@ -81,7 +80,7 @@ class Problems:
         """For a copy of the optimizer: nothing that belongs to this model or to these processes."""
         other = copy.copy(self)
         other.structure, other.orders, other.group = self.structure.fresh_copy(), _random.Orders(), ALONE
-        other._options = None
+        other._options, other._small = None, ()
         return other
 
     # -- a batch --------------------------------------------------------------------------------------------
@@ -91,22 +90,28 @@ class Problems:
 
         A process without a sample borrows one of another, and counts it 0 times.
         """
+        if self.group.size == 1:
+            return self._pose(context, request)
         common = partial(describe, context.common, context.groups)
         given = request.inputs, request.targets
         borrowed = borrow_sample(self.group, given, context.device, context.state, common)
         if borrowed is not None:
             request = replace(request, inputs=borrowed[0], targets=borrowed[1], subset=None)
         with self.group.together():
-            self.check_surroundings(context)
-            samples = count_samples(request.inputs, request.targets)
-            if request.held_out is not None:
-                _check_held_out(context.settings, request.held_out)
-            self._sample_axes = _batch.sample_axes(request.inputs, samples, self._sample_axes)
-            plan = self.structure.read(context.model, context.groups)
-            batch = self._choose(context, request, samples)
-            context.state["damping"] = to_device(context.state["damping"], context.device)
-            problem, hyper = self.problem(context, plan, batch, request)
+            problem, hyper = self._pose(context, request)
         return (problem if borrowed is None else count_nothing(problem)), hyper
+
+    def _pose(self, context: Context, request: Request) -> tuple[Problem, Hyperparameters]:
+        """The problem of the batch of this process."""
+        self.check_surroundings(context)
+        samples = count_samples(request.inputs, request.targets)
+        if request.held_out is not None:
+            _check_held_out(context.settings, request.held_out)
+        self._sample_axes = _batch.sample_axes(request.inputs, samples, self._sample_axes)
+        plan = self.structure.read(context.model, context.groups)
+        batch = self._choose(context, request, samples)
+        context.state["damping"] = to_device(context.state["damping"], context.device)
+        return self.problem(context, plan, batch, request)
 
     def problem(
         self,
@@ -147,6 +152,8 @@ class Problems:
         if chain is None:
             passes.check_parts(batch)
         problem = Problem(
+            plan,
+            self.group,
             passes,
             batch,
             settings.curvature if settings.search is None else OwnScale(),
@@ -154,7 +161,7 @@ class Problems:
             settings.blocks,
             settings.gram_dtype,
             decay=Decay(hyper.weight_decay, plan.parameters) if hyper.any_decay else None,
-            center=_center(plan, hyper, context.state.get("momentum", {})),
+            center=_center(plan, hyper, context.state.get("momentum", {})) if hyper.any_momentum else None,
             apart=settings.memory > 0,
             full=request.full,
             held_out=None if request.held_out is None else tuple(request.held_out),
@@ -208,12 +215,16 @@ class Problems:
     def _check_room(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
         batch, plan = problem.batch, problem.plan
+        sizes = plan, settings, self.rule, batch.samples, batch.curvature, raw.shape
+        if sizes == self._small:
+            return
         self._columns = k = settings.curvature.column_count(self.rule, raw.shape)
         row_count, number = batch.curvature * k * (1 + settings.memory), raw.element_size()
         others = batch.samples - batch.curvature
         height, outputs = row_count + others, raw.numel() // raw.shape[0]
         # in parameter space a block has fewer parameters than there are rows: this bounds both cases below
         if not plan.uncovered and 8 * height * (5 * len(plan.owned) * height + outputs) < _WORTH_ASKING:
+            self._small = sizes
             return
         size = settings.solver.size(plan, settings.blocks, row_count, others)
         columns = row_count * outputs * number
@@ -304,13 +315,13 @@ def _check_held_out(settings: Settings, held_out: Any) -> None:
 
 def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) -> Vector | None:
     """q = mu p_prev, or None while it is zero."""
-    if not stored or not hyper.any_momentum:
-        return None
-    # others were not trained before
-    known = {name: like(stored[name], parameter) for name, parameter in plan.parameters.items() if name in stored}
-    if not known:
-        return None
-    before = plan.space.pack(known)
+    if isinstance(stored, Vector) and stored.space is plan.space:
+        before = stored.of(like(stored.flat, next(iter(plan.parameters.values()))))
+    else:  # others were not trained before
+        shared = {name: own for name, own in plan.parameters.items() if name in stored}
+        if not shared:
+            return None
+        before = plan.space.pack({name: like(stored[name], own) for name, own in shared.items()})
     rates = set(hyper.momentum.values())
     if len(rates) == 1:
         return before * rates.pop()

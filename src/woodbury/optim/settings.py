@@ -125,11 +125,6 @@ class Settings:
             self.capture and self.solver.exact and self.search is None and not self.memory and self.metric is None
         )
 
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether no pass is differentiated later, so that torch need not follow steps along a chain."""
-        return self.search is None and not self.solver.keeps_state
-
 
 @dataclass(eq=False)
 class Hyperparameters:

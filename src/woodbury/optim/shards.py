@@ -85,13 +85,11 @@ def _describe_batch(batch: tuple[Any, Any], samples: int) -> Words:
 def borrow_sample(
     group: Group, batch: tuple[Any, Any], device: torch.device, state: dict[Any, Any], common: Callable[[], Words]
 ) -> tuple[Any, Tensor | None] | None:
-    """A sample of another process where this one has none; None if it has some.
+    """A sample of another of several processes where this one has none; None if it has some.
 
     All processes must call it, and raise if `common` or the types of their batches differ. The state learns of the
     size of the whole batch, which another number of processes can go on with.
     """
-    if group.size == 1:
-        return None
     samples = _count(batch[0])
     both = common(), _describe_batch(batch, samples)
     counts, commons, batches = group.gather_numbers(samples, *(zlib.crc32(repr(words).encode()) for words in both))

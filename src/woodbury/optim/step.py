@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -22,12 +22,11 @@ from woodbury.optim.problems import Context
 from woodbury.optim.settings import Hyperparameters
 from woodbury.policies.curved import SearchedStep
 from woodbury.policies.damped_step import DampedStep
-from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
+from woodbury.policies.proposal import AnyQuadratic, Policy, Proposal
 from woodbury.quadratic.linearize import linearize
 from woodbury.quadratic.memory import Kept, with_memory
 from woodbury.quadratic.metric import InMetric
 from woodbury.quadratic.objective import Objective
-from woodbury.quadratic.parameter_space import is_smaller
 from woodbury.quadratic.quadratic import Problem
 from woodbury.quadratic.solvers import SOLVERS
 
@@ -46,13 +45,15 @@ class Step:
 
     def take(self, done: Callable[[StepInfo], None]) -> StepInfo:
         """Propose, judge and move; `done` hears of the step as part of the move, perhaps twice."""
-        by_hand = self.problem.passes.chain is not None and self.context.settings.keeps_nothing
+        settings, by_hand = self.context.settings, self.problem.passes.chain is not None
+        if settings.search is not None or settings.solver.keeps_state:
+            by_hand = False  # a pass is differentiated later
         with torch.inference_mode() if by_hand else self._derivatives():
             proposal, policy, objective = self._propose()
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
             policy.judge(proposal, objective, self.context.state)
         if proposal.warnings:
-            self.doubts.warn_of(proposal.warnings)
+            self.doubts.warn_once(proposal.warnings)
         with torch.set_grad_enabled(False):
             return self._move(proposal, done)
 
@@ -60,7 +61,7 @@ class Step:
         """p by parameter name."""
         with self._derivatives():
             proposal, _, _ = self._propose()
-            self.doubts.warn_of(proposal.warnings)
+            self.doubts.warn_once(proposal.warnings)
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=False)
             return dict(proposal.displacement.dense())
 
@@ -133,20 +134,21 @@ class Step:
             units, gains["metric"] = settings.metric.next_units(state.get("metric", {}), quadratic)
         if settings.memory:
             kept = Kept.read(state.get("kept", {}), plan)
-            by_rows = not is_smaller(plan, settings.blocks, kept.rows + quadratic.curvature_rows)
-            needs_gram = units is None and settings.blocks.name == "full" and by_rows
+            row_count = kept.rows + quadratic.curvature_rows
+            has_gram = units is None and settings.blocks.is_whole
+            needs_gram = has_gram and not settings.blocks.are_smaller(plan, row_count)
             quadratic, gains["kept"] = with_memory(quadratic, kept, settings.memory, needs_gram)
         return (quadratic if units is None else InMetric(quadratic, units)), objective, gains
 
     def _policy(self) -> Policy:
         settings, problem = self.context.settings, self.problem
         precision = torch.finfo(settings.autocast or problem.plan.dtype).eps
-        limits = Limits(settings.accept, settings.guard, precision, self.hyper.lr)
+        limits = settings.accept, settings.guard, precision, self.hyper.lr
         if settings.search is not None:
-            return SearchedStep(settings.search, limits)
+            return SearchedStep(*limits, settings.search)
         damping = self.context.state["damping"]
         look = is_known(damping) and self.doubts.is_time_to_look(damping + settings.damping.floor)
-        return DampedStep(settings.damping, limits, look)
+        return DampedStep(*limits, settings.damping, look)
 
     def _move(self, proposal: Proposal, done: Callable[[StepInfo], None]) -> StepInfo:
         """theta <- theta + alpha p if the step is accepted, and the new state."""
@@ -156,7 +158,7 @@ class Step:
         numbers = Numbers(*computed)
         state, info = proposal.gains | {"damping": damping}, StepInfo.later(numbers)
         if self.hyper.any_momentum:
-            state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted).named()
+            state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted)
         versions = {name: parameter._version for name, parameter in problem.plan.parameters.items()}
         if buffers is not None:
             with _random.replayed(transaction.random):
@@ -180,10 +182,10 @@ class Step:
         return plain_attention if twice else nullcontext()
 
 
-def _momentum(p: Vector, accepted: Truth | Tensor) -> Vector:
+def _momentum(p: Vector, accepted: Truth | Tensor) -> Mapping[str, Tensor]:
     """p of the step for the next one; a rejected step leaves none behind."""
     if not is_known(accepted):
-        return p.of(torch.where(as_truth(accepted), p.flat, torch.zeros_like(p.flat)))
+        return p.of(torch.where(as_truth(accepted), p.flat, torch.zeros_like(p.flat))).named()
     if not accepted:
         return p.of(torch.zeros_like(p.flat))
     return p.of(p.flat.clone()) if p.flat.is_inference() else p

@@ -22,10 +22,11 @@ class Transaction:
     parameters, buffers and state. An error or an interrupt before that is undone, one within it is completed.
     """
 
-    def __init__(self, state: dict[Any, Any], keys: tuple[str, ...]) -> None:
+    def __init__(self, state: dict[Any, Any]) -> None:
         self._state = state
         self._gradients = torch.is_grad_enabled()
-        self._entries = {key: state[key] for key in keys}
+        # what posing a problem changes
+        self._entries = {"generator": state["generator"], "largest_batch": state["largest_batch"]}
         self.random: _random.Snapshot | None = None
         self._plan: Plan | None = None
         self._parameters: list[tuple[nn.Parameter, Tensor]] = []

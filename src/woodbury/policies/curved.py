@@ -19,7 +19,7 @@ from woodbury._vector import Vector, weighted_sum
 from woodbury.device.scalars import Scalar, as_number
 from woodbury.linalg import minimize_nonnegative
 from woodbury.policies.ladder import Ladder, Rung
-from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
+from woodbury.policies.proposal import AnyQuadratic, Policy, Proposal
 from woodbury.policies.search import (
     CORRECTIONS,
     DULL,
@@ -141,7 +141,6 @@ class SearchedStep(Policy):
     """The step that a search finds; it is judged on other samples where the problem holds some."""
 
     search: CurvedSearch
-    limits: Limits
 
     def propose(self, quadratic: AnyQuadratic, objective: Objective, state: Mapping[str, Any]) -> Proposal:
         search, remembered = self.search, state.get("search", {})
@@ -246,13 +245,12 @@ class SearchedStep(Policy):
 def _judge_elsewhere(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Sequence[Vector]) -> Judge:
     """The quadratic model along vectors on other samples, by pushing them forward there."""
     passes, (piece,), term_count = held_out.passes, held_out.pieces, float(held_out.term_count)
-    outputs = piece.capture.outputs.detach()
     with _random.replayed(held_out.random):
         images = piece.capture.push_forward([own.parts for own in vectors])  # (k, n, C)
-    residual = passes.residual(outputs, piece.targets)
-    factor = quadratic.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+    residual, count = passes.residual(piece), len(piece.outputs)
+    factor = quadratic.curvature.factor(passes.rule, passes.loss, piece.outputs, piece.targets)
     slopes = (images.flatten(1).double() @ residual.flatten().double()).cpu() / term_count
-    divisor = float(passes.divisor(quadratic.curvature, term_count, len(outputs), len(outputs))) / factor.unit**2
+    divisor = float(passes.divisor(quadratic.curvature, term_count, count, count)) / factor.unit**2
     factors = torch.stack([factor.rmatvec(image).flatten() for image in images]).double() / divisor**0.5
     if quadratic.decay is not None:
         decayed = [float(quadratic.decay.slope(own)) for own in vectors]

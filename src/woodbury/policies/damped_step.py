@@ -10,7 +10,7 @@ from typing import Any
 
 from woodbury.device.scalars import Scalar, as_number, compute, is_known
 from woodbury.policies.damping import FORGETTING, Damping, check_damping, is_relative, next_scale
-from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
+from woodbury.policies.proposal import AnyQuadratic, Policy, Proposal
 from woodbury.quadratic.objective import Objective
 from woodbury.quadratic.quadratic import Damped, Minimizer
 
@@ -23,7 +23,6 @@ class DampedStep(Policy):
     """p of one damping: that of a damping policy, raised within the step where the system cannot be solved."""
 
     damping: Damping
-    limits: Limits
     look: bool  # at the condition of the system
 
     def propose(self, quadratic: AnyQuadratic, objective: Objective, state: Mapping[str, Any]) -> Proposal:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from woodbury.device.scalars import Scalar, Truth, is_known, ratio_where
+from woodbury.parallel.group import Group
 from woodbury.policies.guard import Course, guard_warning
 from woodbury.quadratic.metric import InMetric
 from woodbury.quadratic.objective import Objective
@@ -36,36 +37,13 @@ class Proposal(Minimizer):
 
 
 @dataclass(eq=False)
-class Limits:
-    """When theta may move."""
+class Policy(ABC):
+    """How much lambda, how far along p, when theta may move: it proposes a step, and judges what came of it."""
 
     accept: float | None  # eta: only if rho >= eta
     guard: float | None  # see `woodbury.policies.guard`
     precision: float  # eps of the type of the passes
     rates: Mapping[str, float | Tensor]  # alpha by parameter
-
-    def judge(self, proposal: Proposal, course: Course | None) -> None:
-        """Fill in rho and whether theta may move."""
-        assert proposal.decrease is not None
-        # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
-        # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2). Where f
-        # is 0, p^T B p is still known up to a small multiple of eps^2 only.
-        noise = abs(self.precision * proposal.loss) + 16 * self.precision**2
-        actual, predicted = proposal.decrease + noise, proposal.predicted + noise
-        finite = (abs(actual + predicted) < math.inf) & proposal.usable
-        # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
-        proposal.ratio = ratio_where(finite & (predicted > 0), actual, predicted, -math.inf)
-        proposal.accepted = finite if self.accept is None else finite & (proposal.ratio >= self.accept)
-        if self.guard is not None and course is not None:
-            rate = max(map(float, set(self.rates.values())))
-            allowed = course.allows(float(proposal.decrease), float(proposal.loss), rate, self.guard)
-            proposal.accepted = proposal.accepted & allowed
-
-
-class Policy(ABC):
-    """How much lambda, how far along p: it proposes a step, and judges what came of it."""
-
-    limits: Limits
 
     @abstractmethod
     def propose(self, quadratic: AnyQuadratic, objective: Objective, state: Mapping[str, Any]) -> Proposal:
@@ -79,27 +57,41 @@ class Policy(ABC):
         """Fill in what came of a step, whether theta may move, and what the state gains."""
         if proposal.decrease is None:
             proposal.decrease = objective.decrease(proposal.displacement)
-        _agree(proposal, objective)
-        # how the loss has gone is known on the CPU alone: elsewhere one would wait for it
-        course = Course.read(state.get("course", ()), float(proposal.loss)) if is_known(proposal.loss) else None
-        self.limits.judge(proposal, course)
-        if course is not None:
-            course = course.after(float(proposal.loss))
-            proposal.gains["course"] = list(course)
-            if course.runs_away() and proposal.accepted:
-                proposal.warnings["course"] = guard_warning(course, self.limits.guard is not None)
+        if objective.passes.group.size > 1:
+            _agree(proposal, objective.passes.group)
+        self._judge_ratio(proposal, proposal.decrease)
+        if is_known(proposal.loss):  # how the loss has gone is known on the CPU alone: elsewhere one would wait
+            self._judge_course(proposal, float(proposal.decrease), float(proposal.loss), state.get("course", ()))
         proposal.gains["damping"] = self.next_damping(proposal, state)
+
+    def _judge_ratio(self, proposal: Proposal, decrease: Scalar) -> None:
+        # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
+        # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2). Where f
+        # is 0, p^T B p is still known up to a small multiple of eps^2 only.
+        noise = abs(self.precision * proposal.loss) + 16 * self.precision**2
+        actual, predicted = decrease + noise, proposal.predicted + noise
+        finite = (abs(actual + predicted) < math.inf) & proposal.usable
+        # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
+        proposal.ratio = ratio_where(finite & (predicted > 0), actual, predicted, -math.inf)
+        proposal.accepted = finite if self.accept is None else finite & (proposal.ratio >= self.accept)
+
+    def _judge_course(self, proposal: Proposal, decrease: float, loss: float, before: Sequence[Any]) -> None:
+        course = Course.read(before, loss)
+        if self.guard is not None:
+            rate = max(map(float, set(self.rates.values())))
+            proposal.accepted = proposal.accepted & course.allows(decrease, loss, rate, self.guard)
+        course = course.after(loss)
+        proposal.gains["course"] = list(course)
+        if course.runs_away() and proposal.accepted:
+            proposal.warnings["course"] = guard_warning(course, self.guard is not None)
 
     @abstractmethod
     def next_damping(self, proposal: Proposal, state: Mapping[str, Any]) -> Scalar:
         """The value of the damping policy after the step."""
 
 
-def _agree(proposal: Proposal, objective: Objective) -> None:
+def _agree(proposal: Proposal, group: Group) -> None:
     """The numbers of a step as the first process has them, so that all judge alike to the last bit."""
-    group = objective.passes.group
-    if group.size == 1:
-        return
     names = ("loss", "predicted", "squared_norm", "damping", "decrease", "usable")
     numbers = group.of_first([float(getattr(proposal, name)) for name in names])
     for name, number in zip(names, numbers, strict=True):

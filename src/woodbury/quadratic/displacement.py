@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class Displacement:
         self.plan = plan
         self._factored: list[_Factored] = []
         self._vector: Vector | None = None  # p, where all of it is formed
-        self._formed: Parts = {}  # parameters whose p is formed
+        self._formed, self._is_formed = {}, form
         by_layer = coefficients.dim() == 2
         for index, (name, layer_rows) in enumerate(rows.forms.items()):
             c = coefficients[index] if by_layer else coefficients
@@ -59,22 +59,28 @@ class Displacement:
             if form or total is None:
                 names, parts = rows.plan.owned[name], layer_rows.rmatvec(c) if total is None else total.dense()
                 self._formed |= {names[local]: value for local, value in parts.items()}
-        if self._formed and not self._only_factored():
+        if self._formed and (form or not self._factored):
             self._vector = plan.space.pack(self._formed)
 
     @classmethod
     def of(cls, plan: Plan, vector: Vector) -> Displacement:
         """p as it is given."""
         displacement = cls.__new__(cls)
-        displacement.plan, displacement._factored = plan, []
-        displacement._vector, displacement._formed = vector, vector.parts
+        displacement.plan, displacement._vector = plan, vector
+        displacement._factored, displacement._is_formed = [], True
         return displacement
+
+    @cached_property
+    def _formed(self) -> Parts:
+        """Parameters whose p is formed: all, of a p as it is given."""
+        assert self._vector is not None
+        return self._vector.parts
 
     def dense(self) -> Vector:
         """p."""
         if self._vector is None:
             parts = dict(self._formed)
-            for layer, total in self._only_factored():
+            for layer, total in self._factored:
                 parts |= {layer.parameters[local]: value for local, value in total.dense().items()}
             self._vector = self.plan.space.pack(parts)
         return self._vector
@@ -109,8 +115,9 @@ class Displacement:
             return
         if self._formed:
             self._add_formed(parameters, rates, holds)
-        for part in self._only_factored():
-            _add_factored(part, parameters, rates, holds)
+        if not self._is_formed:
+            for part in self._factored:
+                _add_factored(part, parameters, rates, holds)
 
     def _add_formed(self, parameters: Mapping[str, nn.Parameter], rates: Rates, holds: Tensor | None) -> None:
         names = [name for name in self._formed if name in parameters]
@@ -127,17 +134,11 @@ class Displacement:
             rate = 1.0
         torch._foreach_add_([parameters[name] for name in names], changes, alpha=float(rate))
 
-    def _only_factored(self) -> list[_Factored]:
-        """The layers whose p is factored and not formed as well."""
-        if not self._formed:
-            return self._factored
-        return [part for part in self._factored if not self._formed.keys() & _names(part)]
-
     def _changes(self) -> Mapping[str, Tensor]:
         """What the trial pass adds to parameters: p of the layers that are not factored."""
-        if not self._factored or not self._formed:
+        if not self._factored or not self._is_formed:
             return self._formed
-        factored = {name for part in self._factored for name in _names(part)}
+        factored = {part.layer.parameters[local] for part in self._factored for local in part.total.parameters}
         return {name: change for name, change in self._formed.items() if name not in factored}
 
     def _forwards(self, capture: Capture | None, piece: int) -> dict[str, MovedForward]:
@@ -168,11 +169,6 @@ def _add_factored(
         else:
             all_samples = ones(contracted.shape[0], contracted.dtype, contracted.device)
             parameters[name].addmv_(change, all_samples, alpha=rate)
-
-
-def _names(part: _Factored) -> set[str]:
-    """The names in the model of the parameters of a factored layer."""
-    return {part.layer.parameters[local] for local in part.total.parameters}
 
 
 def _moved_linear(

@@ -39,7 +39,7 @@ def linearize(problem: Problem) -> tuple[Quadratic, Objective]:
     return quadratic, full
 
 
-def _evaluate(problem: Problem) -> list[tuple[Piece, Tensor]]:
+def _evaluate(problem: Problem) -> list[Piece]:
     """One pass over the whole batch, or S2 and the samples outside it one after the other.
 
     One where it costs no more: columns of S2 sent back would drag the rest along, but not along a chain. Whether a
@@ -51,10 +51,10 @@ def _evaluate(problem: Problem) -> list[tuple[Piece, Tensor]]:
     if alone and (batch.curvature == batch.samples or (problem.curvature.one_pass and not problem.apart)):
         return [passes.evaluate(*whole)]
     if alone and findings.is_chain is not False:
-        evaluated = [passes.evaluate(*whole)]
-        findings.note_chain(evaluated[0][0].capture.chain is not None)
+        piece = passes.evaluate(*whole)
+        findings.note_chain(piece.capture.chain is not None)
         if findings.is_chain:
-            return evaluated
+            return [piece]
         if problem.random is not None:
             _random.restore(problem.random)
     # where g comes from a loader, S2 is all we need
@@ -70,24 +70,25 @@ def _quadratic(problem: Problem) -> Quadratic:
     passes, batch, group, plan = problem.passes, problem.batch, problem.group, problem.plan
     from_loader, forms_rows = problem.full is not None, problem.solver.forms_rows
     with group.together():
-        evaluated = _evaluate(problem)
-    pieces = [piece for piece, _ in evaluated]
-    first, outputs = evaluated[0]
+        pieces = _evaluate(problem)
+    first = pieces[0]
     term_count, loss, divisor = passes.totals(pieces, problem.curvature, batch)
-    at_outputs = passes.rule, passes.loss, outputs, first.targets
+    at_outputs = passes.rule, passes.loss, first.outputs, first.targets
     rows: Rows | FactorProducts
     source: Seeds | Factor
+    gradient: Vector | None = None
     with group.together():
         if forms_rows:
             problem.check_room(problem, first.capture.raw)
             source = problem.curvature.seeds(*at_outputs, batch.curvature)
         else:
             source = problem.curvature.factor(*at_outputs)
-        gradient = None if from_loader else _outside_rows(problem, evaluated, source.rest, term_count)
+        if not from_loader and not (forms_rows and source.rest is None):
+            gradient = _outside_rows(problem, pieces, source.rest, term_count)
         if isinstance(source, Seeds):
             forms, height = [], 0
-            for piece, y in evaluated:
-                segments = source.columns if piece is first else [passes.residual(y, piece.targets)]
+            for piece in pieces:
+                segments = source.columns if piece is first else [passes.residual(piece)]
                 forms.append(piece.capture.rows(segments))
                 height += sum([math.prod(segment.shape[:-1]) for segment in segments])
             rows, e = Rows(plan, concatenate_forms(forms), height), source.e
@@ -105,7 +106,7 @@ def _quadratic(problem: Problem) -> Quadratic:
         curvature_rows=curvature_rows,
         divisor=divisor / source.unit**2,
         term_count=term_count,
-        e=outputs.new_zeros(curvature_rows) if from_loader else e,
+        e=first.outputs.new_zeros(curvature_rows) if from_loader else e,
         gradient=gradient,
         loss=loss,
     )
@@ -122,17 +123,14 @@ def _joint(local: Quadratic, head: Mapping[str, Head]) -> Quadratic:
     return replace(local, rows=rows, curvature_rows=len(e), e=e, gradient=gradient)
 
 
-def _outside_rows(
-    problem: Problem, evaluated: list[tuple[Piece, Tensor]], rest: Tensor | None, term_count: Scalar
-) -> Vector | None:
+def _outside_rows(problem: Problem, pieces: list[Piece], rest: Tensor | None, term_count: Scalar) -> Vector | None:
     """The part of the gradient that Z does not hold: the rest of the factor, and pieces without rows."""
     passes, space = problem.passes, problem.plan.space
     gradient: Vector | None = None
     if rest is not None:
-        first, outputs = evaluated[0]
-        others = rest.new_zeros(len(outputs) - len(rest), rest.shape[1])
-        gradient = space.pack(first.capture.gradient(torch.cat([rest, others]) / term_count))
-    for piece, outputs in [] if problem.solver.forms_rows else evaluated[1:]:
-        part = space.pack(piece.capture.gradient(passes.residual(outputs, piece.targets) / term_count))
+        others = rest.new_zeros(len(pieces[0].outputs) - len(rest), rest.shape[1])
+        gradient = space.pack(pieces[0].capture.gradient(torch.cat([rest, others]) / term_count))
+    for piece in [] if problem.solver.forms_rows else pieces[1:]:
+        part = space.pack(piece.capture.gradient(passes.residual(piece) / term_count))
         gradient = part if gradient is None else gradient + part
     return gradient

@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return sum(batch.rows for batch in self.batches)
+        return sum([batch.rows for batch in self.batches])
 
     def as_state(self) -> dict[str, Any]:
         """What a `state_dict` holds of them: all, or nothing where rows of a layer are stored in parts."""
@@ -97,7 +97,7 @@ def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -
         )
     batches = (*kept.batches, new)
     if gram is not None:
-        quadratic = replace(quadratic, _gram=gram)
-        window = slice(sum(batch.rows for batch in batches[:-most]), before + count)
+        quadratic._gram = gram
+        window = slice(sum([batch.rows for batch in batches[:-most]]), before + count)
         gram = gram[window, window]
     return quadratic, Kept(batches[-most:], gram, plan)

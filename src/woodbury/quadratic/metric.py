@@ -45,7 +45,7 @@ class Units:
     """s = D^{-1/2}: of a matrix as the outer product of two vectors where D is one, else entry by entry."""
 
     plan: Plan
-    factors: Mapping[str, tuple[Tensor, ...]]  # by parameter: (rows, columns) or (entries,)
+    factors: Mapping[str, tuple[Tensor, ...]]  # by parameter, in order: (rows, columns) or (entries,)
 
     @cached_property
     def vector(self) -> Vector:
@@ -53,7 +53,7 @@ class Units:
         parts = {
             name: torch.outer(*units) if len(units) == 2 else units[0] for name, units in self.factors.items()
         }
-        return self.plan.space.vector(flatten({name: parts[name] for name in self.plan.parameters}))
+        return self.plan.space.vector(flatten(parts))
 
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""
@@ -68,13 +68,15 @@ class InMetric:
 
     def __init__(self, plain: Quadratic, units: Units) -> None:
         self._plain, self._units = plain, units
-        rows, s = plain.all_rows, units.vector
+        rows, s, complete = plain.all_rows, units.vector, plain._complete
+        if not plain.blocks.are_smaller(plain.plan, plain.curvature_rows):
+            complete = None  # in sample space nobody asks for it
         self._inside = replace(
             plain,
             rows=Rows(plain.plan, units.of_rows(rows.forms), rows.row_count),  # Z s
             gradient=None if plain.gradient is None else plain.gradient * s,
             center=None if plain.center is None else plain.center / s,
-            _complete=None if plain._complete is None else plain._complete * s,
+            _complete=None if complete is None else complete * s,
             _gram=None,
         )
 
@@ -105,11 +107,11 @@ class _DampedInMetric(Damped):
         self._inside, self._units = inside, units
 
     def minimizer(self) -> Minimizer:
-        self._found = self._inside.minimizer()
-        p = self._found.displacement.dense() * self._units.vector
+        self._found = found = self._inside.minimizer()
+        p = found.displacement.dense() * self._units.vector
         displacement = Displacement.of(self.quadratic.plan, p)
         # its image stays: (Z s) (p / s) = Z p
-        return replace(self._found, displacement=displacement, squared_norm=scalar(p.dot(p)))
+        return Minimizer(displacement, found.predicted, scalar(p.dot(p)), found.usable, image=found.image)
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
         return self._inside.pull_back(weights, refine) * self._units.vector
@@ -139,10 +141,12 @@ class Metric(ABC):
         """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
         steps, before, moments = state.get("steps", 0), state.get("moments", {}), self.seen(quadratic)
         if before:
-            # those of parameters that are new begin with this step
-            known = {name: like(before.get(name, part), part) for name, part in moments.items()}
-            moments = moments.of(self.joined(moments.space.pack(known).flat, moments.flat, steps))
-        return self.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}
+            if not isinstance(before, Vector) or before.space is not moments.space:
+                # those of parameters that are new begin with this step
+                known = {name: like(before.get(name, part), part) for name, part in moments.items()}
+                before = moments.space.pack(known)
+            moments = moments.of(self.joined(like(before.flat, moments.flat), moments.flat, steps))
+        return self.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments}
 
 
 class AdamMetric(Metric):
@@ -166,14 +170,17 @@ class AdamMetric(Metric):
 
     def units(self, moments: Vector, plan: Plan) -> Units:
         # all at once: they are many, and small
-        lengths = _lengths(moments.space, plan.device)
+        device = plan.device
+        lengths = _lengths(moments.space, device)
         means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True)
-        means = means.index_select(0, _places(moments.space, plan.space, plan.device))
-        shares = _shares(moments.space, plan.space, plan.dtype, plan.device)
+        means = means.index_select(0, _places(moments.space, plan.space, device))
+        shares = _shares(moments.space, plan.space, plan.dtype, device)
         tiny = torch.finfo(plan.dtype).tiny
         divisors = torch.where(shares > 0, torch.dot(means, shares), means).clamp_min(tiny)
         relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)
-        parts = iter(relative.add_(SMALLEST).pow_(-0.5 * POWER).split(moments.space.sizes))  # s = D^{-1/2}
+        parts = iter(
+            relative.add_(SMALLEST).pow_(-0.5 * POWER).split_with_sizes(moments.space.sizes)
+        )  # s = D^{-1/2}
         factors: dict[str, tuple[Tensor, ...]] = {}
         for name in plan.parameters:
             factors[name] = (next(parts),) if name in moments.space.shapes else (next(parts), next(parts))
@@ -211,8 +218,6 @@ def _shares(moments: Space, parameters: Space, dtype: torch.dtype, device: torch
 
 
 class DiagonalMetric(Metric):
-    """See the module docstring."""
-
     name = "diagonal"
 
     def seen(self, quadratic: Quadratic) -> Vector:

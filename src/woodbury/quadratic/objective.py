@@ -62,7 +62,7 @@ class OnPieces(Objective):
 def on_samples(passes: Passes, inputs: Any, targets: Tensor | None, decay: Decay | None) -> OnPieces:
     """f on other samples than those of the batch, by a pass over them."""
     random = None if passes.chain is not None else _random.snapshot(passes.plan.device)
-    piece, _ = passes.evaluate(inputs, targets, _batch.sample_count(inputs))
+    piece = passes.evaluate(inputs, targets, _batch.sample_count(inputs))
     term_count = float(passes.term_count([piece]))
     loss = check_loss(mean_of([piece.losses], term_count))
     return OnPieces(passes, loss, decay, random, [piece], term_count)
@@ -109,8 +109,8 @@ def over_loader(
             raise TypeError(f"full= must hold batches (inputs, targets), got {type(entry).__name__}")
         inputs, targets = entry
         samples = _batch.check_batch(inputs, targets)
-        piece, outputs = passes.evaluate(inputs, targets, samples)
-        part = space.pack(piece.capture.gradient(passes.residual(outputs, piece.targets)))
+        piece = passes.evaluate(inputs, targets, samples)
+        part = space.pack(piece.capture.gradient(passes.residual(piece)))
         gradient = part if gradient is None else gradient + part
         total = piece.losses.sum() if total is None else total + piece.losses.sum()
         sample_count += samples

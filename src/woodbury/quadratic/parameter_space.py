@@ -17,11 +17,6 @@ from woodbury.quadratic.quadratic import Blocks, Damped, Minimizer, Quadratic, S
 from woodbury.quadratic.sample_space import InSampleSpace, doubt_of_condition, minimizer_of
 
 
-def is_smaller(plan: Plan, blocks: Blocks, row_count: int) -> bool:
-    """Whether B, block by block, is smaller than the Gram matrix of so many factor rows."""
-    return row_count > max(blocks.sizes(plan))
-
-
 class InParameterSpace(Damped):
     """By Cholesky factorisations of the blocks of B + lambda + W: exact."""
 
@@ -110,17 +105,17 @@ class Cholesky(Solver):
     exact = True
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
-        if is_smaller(quadratic.plan, quadratic.blocks, quadratic.curvature_rows):
+        if quadratic.blocks.are_smaller(quadratic.plan, quadratic.curvature_rows):
             return InParameterSpace(quadratic, damping, refine)
         return InSampleSpace(quadratic, damping, refine)
 
     def trace(self, quadratic: Quadratic) -> Scalar:
-        if is_smaller(quadratic.plan, quadratic.blocks, quadratic.curvature_rows):
+        if quadratic.blocks.are_smaller(quadratic.plan, quadratic.curvature_rows):
             diagonals = [matrix.diagonal().sum() for matrix in quadratic.matrices]
             return scalar(torch.stack(diagonals).sum())
         return super().trace(quadratic)
 
     def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:
-        if is_smaller(plan, blocks, row_count):
+        if blocks.are_smaller(plan, row_count):
             return max(blocks.sizes(plan))
         return super().size(plan, blocks, row_count, others)

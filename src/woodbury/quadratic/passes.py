@@ -39,6 +39,7 @@ class Piece:
     """Part of a batch as the loss saw it at theta."""
 
     inputs: Any
+    outputs: Tensor  # (n, C), detached
     targets: Tensor  # as the loss rule prepared them
     losses: Tensor  # of each sample, or their sum (see `Passes.losses`), float64
     term_count: Scalar  # M, what f divides by: f = sum of losses / M; 1 where the loss is a sum
@@ -78,11 +79,11 @@ class Passes:
         self.is_sum = self.rule.is_sum(self.loss)  # whether f is a sum over samples instead of a mean
 
     def term_count(self, pieces: Sequence[Piece]) -> Scalar:
-        """M, what f over all pieces divides by; 1 where the loss is a sum."""
+        """M, what f over all pieces of this process divides by; 1 where the loss is a sum."""
         if self.is_sum:
             return 1.0
-        term_count = pieces[0].term_count if len(pieces) == 1 else sum(piece.term_count for piece in pieces)
-        return check_term_count(self.sum(term_count))
+        counts = [piece.term_count for piece in pieces]
+        return check_term_count(counts[0] if len(counts) == 1 else sum(counts))
 
     def sum(self, number: Scalar) -> Scalar:
         """The sum of a number over all processes."""
@@ -154,15 +155,15 @@ class Passes:
                 check_part(self.plan, self.forward, batch, self.autocast, parts)
             findings.parts = parts
 
-    def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> tuple[Piece, Tensor]:
-        """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
+    def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> Piece:
+        """Run the model at theta on part of the batch."""
         captured = self.capture(inputs, samples)
         outputs = captured.outputs
         if outputs.requires_grad:
             outputs = outputs.detach()
         prepared = prepare(self.rule, self.loss, captured.raw, targets)
         term_count = 1.0 if self.is_sum else self.rule.count(self.loss, prepared)
-        return Piece(inputs, prepared, self.losses(outputs, prepared), term_count, captured), outputs
+        return Piece(inputs, outputs, prepared, self.losses(outputs, prepared), term_count, captured)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample in float64, for differences of nearly equal losses: rho is one.
@@ -173,6 +174,6 @@ class Passes:
             return self.rule.terms(self.loss, outputs, targets)
         return self.rule.total(self.loss, outputs.double(), targets)
 
-    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def residual(self, piece: Piece) -> Tensor:
         """The gradient of each sample's loss at its outputs."""
-        return self.rule.residual(self.loss, outputs, targets)
+        return self.rule.residual(self.loss, piece.outputs, piece.targets)

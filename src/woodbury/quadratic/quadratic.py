@@ -12,6 +12,7 @@ quadratics again (`woodbury.quadratic.metric`, `woodbury.quadratic.memory`).
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,10 +47,7 @@ class Blocks:
     """
 
     name: str
-
-    @property
-    def is_whole(self) -> bool:
-        return self.name == "full"
+    is_whole: bool
 
     def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
         """The names of the parameters of each block."""
@@ -58,6 +56,10 @@ class Blocks:
     def sizes(self, plan: Plan) -> list[int]:
         """The number of parameters in each block."""
         return [plan.size] if self.is_whole else plan.block_sizes
+
+    def are_smaller(self, plan: Plan, row_count: int) -> bool:
+        """Whether each block of B is smaller than the Gram matrix of so many factor rows."""
+        return row_count > max(self.sizes(plan))
 
     def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
         """Z D Z^T of each block."""
@@ -73,7 +75,7 @@ class Blocks:
         return stacked.sum(0) if self.is_whole else stacked
 
 
-BLOCKS = {name: Blocks(name) for name in ("full", "layer")}
+BLOCKS = {"full": Blocks("full", is_whole=True), "layer": Blocks("layer", is_whole=False)}
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class Damped(ABC):
 class Problem:
     """The question of one step: a batch, how it goes through the model, and what the model of it is made of."""
 
+    plan: Plan
+    group: Group  # the processes whose samples are one batch
     passes: Passes
     batch: Batch
     curvature: Curvature
@@ -165,14 +169,6 @@ class Problem:
     random: Snapshot | None  # before the first pass through the model, if it may draw random numbers
     state: Mapping[str, Any]  # of the optimizer
     check_room: Callable[[Problem, Tensor], None]  # hears of the outputs before rows are formed
-
-    @property
-    def plan(self) -> Plan:
-        return self.passes.plan
-
-    @property
-    def group(self) -> Group:
-        return self.passes.group
 
 
 @dataclass(eq=False)
@@ -193,11 +189,6 @@ class Quadratic(Problem):
     @property
     def space(self) -> Space:
         return self.plan.space
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether the pass was one along a plain chain of Linear layers."""
-        return self.pieces[0].capture.chain is not None
 
     @property
     def is_plain(self) -> bool:
@@ -232,10 +223,9 @@ class Quadratic(Problem):
         """(g + W theta) . p for vectors p with the images Z p, (k, rows); waits for the device."""
         term_count = float(self.term_count)
         slopes = [total / term_count for total in (images @ self._row_weights(images.shape[1])).tolist()]
-        if self.gradient is not None:
-            slopes = [slope + float(self.gradient.dot(p)) for slope, p in zip(slopes, vectors, strict=True)]
-        if self.decay is not None:
-            slopes = [slope + float(self.decay.slope(p)) for slope, p in zip(slopes, vectors, strict=True)]
+        outside = self._outside
+        if outside is not None:
+            slopes = [slope + float(outside.dot(p)) for slope, p in zip(slopes, vectors, strict=True)]
         return slopes
 
     def predicted(self, p: Vector, images: Tensor) -> Scalar:
@@ -257,6 +247,13 @@ class Quadratic(Problem):
     def pull(self) -> Tensor:
         """w = -D e / M, one per factor row: Z[:m]^T w / D is -g, but for rows of other samples and `gradient`."""
         return self.factor_weights * -(self.divisor / self.term_count)
+
+    @property
+    def _outside(self) -> Vector | None:
+        """g' + W theta, None for zero: g' is the part of the gradient that is not in the rows."""
+        if self.decay is None:
+            return self.gradient
+        return self.decay.force if self.gradient is None else self.decay.force + self.gradient
 
     def _row_weights(self, row_count: int) -> Tensor:
         """(e, 1), one weight per row."""
@@ -286,16 +283,11 @@ class Quadratic(Problem):
         return force if self.center is None else force + self.center * damping
 
     def base(self, damping: Scalar) -> Vector | None:
-        """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero.
-
-        g' is the part of the gradient that is not in the rows.
-        """
-        force = self.gradient
-        if self.decay is not None:
-            force = self.decay.force if force is None else force + self.decay.force
-        if force is None:
+        """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero."""
+        outside = self._outside
+        if outside is None:
             return self.center
-        base = force / -damping
+        base = outside / -damping
         if self.center is not None:
             base = base + self.center
         return base if self.decay is None else self.decay.scaled(base, damping)
@@ -308,10 +300,10 @@ class Quadratic(Problem):
         Without a damping Z Z^T. Another damping comes back with the same Z Z^T.
         """
         scales = None if damping is None or self.decay is None else self.decay.scales(damping)
-        rows = self.all_rows
         if scales is not None and self.decay is not None and not self.decay.is_uniform:
-            return self.blocks.gram(rows, scales, self.gram_dtype)
+            return self.blocks.gram(self.all_rows, scales, self.gram_dtype)
         if self._gram is None:
+            rows = self.all_rows
             if head:
                 by_layer = rows.gram_head(self.curvature_rows, self.gram_dtype)
                 self._gram = rows.joined(self.blocks.join(by_layer))
@@ -342,13 +334,13 @@ class Quadratic(Problem):
     def written_out(self, most: int) -> Quadratic:
         """The same with rows written out in layers of at most so many parameters whose rows are sums."""
         rows = self.all_rows
-        plan, forms = rows.plan, dict(rows.forms)
-        for name, form in rows.forms.items():
-            size = sum(plan.parameters[full].numel() for full in plan.owned[name].values())
-            if size <= most:
-                forms[name] = form.written_out()
-        same = all(form is rows.forms[name] for name, form in forms.items())
-        return self if same else replace(self, rows=Rows(plan, forms, rows.row_count))
+        forms = dict(rows.forms)
+        for name, size in zip(self.plan.owned, self.plan.block_sizes, strict=True):
+            if size <= most and name in forms:
+                forms[name] = forms[name].written_out()
+        if all(map(operator.is_, forms.values(), rows.forms.values())):
+            return self
+        return replace(self, rows=Rows(self.plan, forms, rows.row_count))
 
     # -- the outputs y of the curvature samples around theta, in the units of the rows: S^T y, (m,) -----------
 
@@ -359,10 +351,10 @@ class Quadratic(Problem):
 
     def change_of_outputs(self, p: Vector) -> Tensor:
         """S^T (y(theta + p) - y)."""
-        capture = self.pieces[0].capture
+        piece = self.pieces[0]
         with replayed(self.random):
-            moved = Displacement.of(self.plan, p).outputs_on(capture)
-        return self._in_rows(moved.reshape(capture.outputs.shape) - capture.outputs.detach())
+            moved = Displacement.of(self.plan, p).outputs_on(piece.capture)
+        return self._in_rows(moved.reshape(piece.outputs.shape) - piece.outputs)
 
     def _in_rows(self, outputs: Tensor) -> Tensor:
         return self._factor.rmatvec(outputs[: self.batch.curvature]).flatten()
@@ -370,5 +362,5 @@ class Quadratic(Problem):
     @cached_property
     def _factor(self) -> Factor:
         piece, samples = self.pieces[0], self.batch.curvature
-        outputs, targets = piece.capture.outputs.detach()[:samples], piece.targets[:samples]
+        outputs, targets = piece.outputs[:samples], piece.targets[:samples]
         return self.curvature.factor(self.passes.rule, self.passes.loss, outputs, targets)

@@ -79,7 +79,7 @@ class InSampleSpace(_InSampleSpace):
             return self._refined_minimizer()
         quadratic, rows = self.quadratic, self.quadratic.all_rows
         # p itself where all that is cheaper with it: then K is needed on the factor rows alone
-        plain_chain = self.base is None and quadratic.is_chain
+        plain_chain = self.base is None and quadratic.pieces[0].capture.chain is not None
         form = rows.joint or (plain_chain and rows.forming_pays(quadratic.curvature_rows))
         gram = quadratic.gram(self.damping, form)
         displacement, step = self.solved(gram, self._factor_and_solve, form)
