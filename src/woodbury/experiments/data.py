@@ -85,7 +85,7 @@ def split(rows: int, train_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def split_dataset(inputs: Tensor, targets: Tensor, train_rows: int) -> Dataset:
-    """The data set of two classes whose training rows `split` chooses."""
+    """The data set of two classes of files without an official test set: `split` chooses the training rows."""
     train, test = split(len(inputs), train_rows)
     train_inputs, test_inputs = standardise(inputs[train], inputs[test])
     return Dataset(train_inputs, targets[train], test_inputs, targets[test], classes=2)
@@ -203,10 +203,7 @@ _COVTYPE = DataFile(
 
 @dataset
 def covtype(files: Files) -> Dataset:
-    """Forest cover, class 2 against the rest, 54 features, 300,000 for training and 281,012 for testing.
-
-    There is no official test set: `split` chooses the training rows.
-    """
+    """Forest cover, class 2 against the rest, 54 features, 300,000 for training and 281,012 for testing."""
     inputs, classes = files.read(_COVTYPE, read_covtype)
     return split_dataset(inputs, _binary(classes == 2), train_rows=300_000)
 
@@ -221,9 +218,6 @@ _WEBSPAM = DataFile(
 
 @dataset
 def webspam(files: Files) -> Dataset:
-    """Web pages, spam or not, 254 word counts, 300,000 for training and 50,000 for testing.
-
-    There is no official test set: `split` chooses the training rows.
-    """
+    """Web pages, spam or not, 254 word counts, 300,000 for training and 50,000 for testing."""
     inputs, targets = files.read(_WEBSPAM, lambda content: read_libsvm(content, rows=350_000, features=254))
     return split_dataset(inputs, targets, train_rows=300_000)

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from woodbury import _batch
 from woodbury.fit.run import Run
 from woodbury.fit.sources import Data
-from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.policies.damping import LevenbergMarquardt
@@ -105,12 +104,11 @@ class EvidenceRun(Run):
         self._set_decay()
 
     def _rows(self, model: nn.Module | None = None) -> TrainingData:
-        forward = self.optimizer.forward
         with self.in_mode(training=False):
             return TrainingData(
                 self.model if model is None else model,
                 self.optimizer.loss,
-                forward=None if forward is call_model else forward,
+                forward=self.optimizer.forward,
                 fallback=self.fallback,
                 inputs=self.data[0],
                 targets=self.data[1],

@@ -230,8 +230,7 @@ def _module(kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module | No
     loss = kind(**plain)
     if not tensors.keys() <= loss._buffers.keys():
         return None
-    for name, value in tensors.items():
-        loss._buffers[name] = value
+    loss._buffers.update(tensors)
     return loss
 
 

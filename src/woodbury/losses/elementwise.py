@@ -148,14 +148,8 @@ class Poisson(StructuredRule):
         return prepared
 
     def values(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
-        each = F.poisson_nll_loss(
-            outputs,
-            targets.to(outputs.dtype),
-            log_input=loss.log_input,
-            full=loss.full,
-            eps=loss.eps,
-            reduction="none",
-        )
+        options = {"log_input": loss.log_input, "full": loss.full, "eps": loss.eps}
+        each = F.poisson_nll_loss(outputs, targets.to(outputs.dtype), **options, reduction="none")
         return over_outputs(loss, each)
 
     def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -254,8 +248,7 @@ class Robust(StructuredRule):
             raise ValueError(f"{type(loss).__name__}: delta must be more than 0, beta not negative, both finite")
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        each = self._rho(loss, outputs, targets, "none")
-        return over_outputs(loss, each)
+        return over_outputs(loss, self._rho(loss, outputs, targets, "none"))
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._rho(loss, outputs, targets, "sum") * share_of_output(loss, outputs)

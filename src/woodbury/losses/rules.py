@@ -243,11 +243,8 @@ def check_weights(loss: nn.Module, name: str) -> None:
     weight: Any = getattr(loss, name)
     if weight is None:
         return
-    if (
-        not isinstance(weight, Tensor)
-        or weight.is_complex()
-        or not bool(((weight >= 0) & (weight < math.inf)).all())
-    ):
+    is_real = isinstance(weight, Tensor) and not weight.is_complex()
+    if not is_real or not bool(((weight >= 0) & (weight < math.inf)).all()):
         raise ValueError(
             f"{type(loss).__name__}({name}=...) is not supported: it must be a tensor of finite numbers that are "
             "not negative"

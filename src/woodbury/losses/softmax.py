@@ -122,8 +122,6 @@ class Softmax(StructuredRule):
                 raise ValueError(
                     f"{type(loss).__name__}: class indices must lie in 0..{classes - 1}, got {int(wrong[0])}"
                 )
-            if len(labels) == targets.numel():
-                return targets
         return targets.masked_fill(targets == ignored, -1).reshape(n, -1)
 
     def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
@@ -162,14 +160,8 @@ class Softmax(StructuredRule):
 
     def _of_labels(self, loss: nn.Module, outputs: Tensor, labels: Tensor, ignored: int, reduction: str) -> Tensor:
         """torch's own values for outputs (n T, C) and class indices (n T,), 0 where these are ignored."""
-        return F.cross_entropy(
-            outputs,
-            labels,
-            _weight(loss, outputs.dtype),
-            reduction=reduction,
-            ignore_index=ignored,
-            label_smoothing=_smoothing(loss),
-        )
+        options: dict[str, Any] = {"ignore_index": ignored, "label_smoothing": _smoothing(loss)}
+        return F.cross_entropy(outputs, labels, _weight(loss, outputs.dtype), reduction=reduction, **options)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         positions = _positions(targets)

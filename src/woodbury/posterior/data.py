@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from woodbury import _batch
 from woodbury._bytes import available_bytes, in_words
 from woodbury.curvature import GaussNewtonMatrix
-from woodbury.linalg import plus_diagonal
+from woodbury.linalg import factor_cholesky, plus_diagonal
 from woodbury.losses.rules import loss_rule, prepare
-from woodbury.model.capture import GraphCapture
+from woodbury.model.capture import GraphCapture, call_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.posterior.systems import InParameterSpace, InSampleSpace, System, root_of_scales
@@ -88,10 +88,9 @@ class TrainingData:
         return self.rows_at(inputs, columns_of)
 
     def outputs(self, inputs: Any) -> Tensor:
-        forward = self._options["forward"]
+        forward: Forward = self._options["forward"] or call_model
         with torch.no_grad():
-            outputs: Tensor = self._model(inputs) if forward is None else forward(self._model, inputs)
-        return outputs
+            return forward(self._model, inputs)
 
     @property
     def class_masses(self) -> Tensor:
@@ -154,8 +153,8 @@ class TrainingData:
         """P^-1; matrix is that of these precisions, if it is known."""
         rows, factor = self.rows, self.factor_of(noise)
         matrix = self.matrix(precisions) if matrix is None else matrix
-        lower, info = torch.linalg.cholesky_ex(plus_diagonal(matrix * factor, 1.0))
-        if int(info) != 0:
+        lower, ok = factor_cholesky(plus_diagonal(matrix * factor, 1.0))
+        if not ok:
             raise ValueError(
                 "posterior: the matrix of the posterior is not positive definite: rows that are not finite, or a "
                 "prior too small for float64; pass a larger prior="

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 
 from woodbury._vector import Vector
+from woodbury.linalg import solve_factored
 from woodbury.row_matrix import Rows
 
 
@@ -45,8 +46,7 @@ class _Factored:
         return torch.randn(*sizes, dtype=torch.float64, generator=generator, device=device).to(self.lower.device)
 
     def _as_vector(self, flat: Tensor) -> Vector:
-        plan = self.rows.plan
-        return Vector(plan.space, flat.to(plan.dtype))
+        return self.rows.plan.space.vector(flat.to(self.rows.plan.dtype))
 
 
 class InSampleSpace(_Factored):
@@ -94,8 +94,7 @@ class InSampleSpace(_Factored):
         for _ in range(count):
             z = self._as_vector(self._normal(len(root), generator=generator) * root)
             e = self._normal(len(self.lower), generator=generator)
-            weights = torch.cholesky_solve((self.rows.matvec(z).double() + e).unsqueeze(1), self.lower).squeeze(1)
-            pulled = self.rows.rmatvec(weights)
+            pulled = self.rows.rmatvec(solve_factored(self.lower, self.rows.matvec(z).double() + e))
             draws.append(z - pulled * root.square().to(pulled.flat.dtype))
         return draws
 

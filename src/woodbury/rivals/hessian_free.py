@@ -59,11 +59,7 @@ class _EarlyStopped(Damped):
             return image if quadratic.decay is None else image.add_(quadratic.decay.times(p).flat)
 
         minimum = minimize_quadratic(
-            product,
-            linear.flat,
-            start,
-            progress=solver.progress,
-            max_iterations=solver.max_iterations,
+            product, linear.flat, start, progress=solver.progress, max_iterations=solver.max_iterations
         )
         p = linear.of(quadratic.group.same(minimum.x))
         squared = float(p.dot(p))
