@@ -102,6 +102,16 @@ def restore(state: Snapshot) -> None:
         sys.modules["numpy.random"].set_state(state.numpy)
 
 
+@contextmanager
+def kept(device: torch.device) -> Iterator[Snapshot]:
+    """Inside, random numbers may be drawn: the state afterwards is the one before, which is given."""
+    before = snapshot(device)
+    try:
+        yield before
+    finally:
+        restore(before)
+
+
 def as_plain(state: Snapshot) -> dict[str, Any]:
     """Plain values and tensors, for a file; `from_plain` gives the state again."""
     numpy = (

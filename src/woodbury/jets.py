@@ -158,8 +158,7 @@ def _map_linearly(func: Function, *args: Any, constant: Any = torch.zeros_like, 
     columns = {id(jet): [() if part is None else part.unbind(1) for part in jet.parts] for jet in jets}
 
     def run(pick: Callable[[Tensor], Tensor]) -> Tensor:
-        result: Tensor = func(*_change(args, pick), **_change(kwargs, pick))
-        return result
+        return func(*_change(args, pick), **_change(kwargs, pick))
 
     def pick(degree: int, place: int, own: Tensor) -> Any:
         if not isinstance(own, Jet):

@@ -82,10 +82,8 @@ class FactorProducts:
 def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None) -> Tensor:
     """The loss module's own value; targets None means zeros, and those of GaussianNLLLoss hold its variances."""
     if isinstance(loss, nn.GaussianNLLLoss) and targets is not None:
-        value: Tensor = loss(outputs, *targets.unbind(1))
-    else:
-        value = loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
-    return value
+        return loss(outputs, *targets.unbind(1))
+    return loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
 
 
 def is_sum(loss: nn.Module) -> bool:

@@ -135,8 +135,9 @@ class MiniBatches:
             return self._nothing, 0
         batch, count = self._take(), 1
         while count < most and self._ahead is not None:
+            sizes = [_batch.sample_count(own[0]) for own in (batch, self._ahead)]
             try:
-                batch = _joined(batch, self._ahead)
+                batch = _batch.join([batch, self._ahead], sizes)
             except ValueError:  # a step of its own
                 break
             self._take()
@@ -192,8 +193,7 @@ class MiniBatches:
         assert batch is not None
         self._read()
         if self._ahead is None:
-            samples = _batch.sample_count(batch[0])
-            self._nothing = _batch.part(batch[0], slice(0), samples), None if batch[1] is None else batch[1][:0]
+            self._nothing = _batch.part(batch, slice(0), _batch.sample_count(batch[0]))
         self.taken += 1
         return batch
 
@@ -222,13 +222,6 @@ def _generators(loader: Any) -> list[torch.Generator]:
     owners = loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     found = [getattr(own, "generator", None) for own in owners]
     return [own for own in found if isinstance(own, torch.Generator)]
-
-
-def _joined(first: Data, second: Data) -> Data:
-    """One batch of two; ValueError where they do not fit together."""
-    sizes = [_batch.sample_count(own[0]) for own in (first, second)]
-    inputs = _batch.join([first[0], second[0]], sizes)
-    return inputs, _batch.join([first[1], second[1]], sizes)
 
 
 def as_pair(batch: Any, what: str) -> Data:

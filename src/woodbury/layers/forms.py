@@ -187,8 +187,7 @@ class WeightRows(RowForm):
         kept = {
             side: own if own in names else None for side, own in (("weight", self.weight), ("bias", self.bias))
         }
-        restricted: RowForm = replace(self, **kept)  # type: ignore[type-var]
-        return restricted
+        return replace(self, **kept)  # type: ignore[type-var]
 
     def in_units(self, units: Units) -> RowForm:
         sides = () if self.weight is None else units[self.weight]

@@ -311,12 +311,10 @@ class PartRows(WeightRows):
 
     @staticmethod
     def concatenate(forms: Sequence[Any]) -> RowForm:
-        joined: RowForm = replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
-        return joined
+        return replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
 
     @staticmethod
     def join(forms: Sequence[Any]) -> RowForm:
         """One form with the positions of all."""
         parts = zip(*(form.parts for form in forms), strict=True)
-        joined: RowForm = replace(forms[0], parts=tuple(Part.join(own) for own in parts))
-        return joined
+        return replace(forms[0], parts=tuple(Part.join(own) for own in parts))

@@ -36,21 +36,18 @@ Slope = Tensor | float  # dz/dq, broadcast over z
 def _layer_norm_slope(node: Any, operand: int) -> Slope:
     if operand == 2:
         return 1.0
-    normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
-    return normalised
+    return (node._saved_input - node._saved_result1) * node._saved_result2
 
 
 def _addcmul_slope(node: Any, operand: int) -> Slope:
     if operand == 0:
         return 1.0
-    other: Tensor = node._saved_tensor2 if operand == 1 else node._saved_tensor1
-    return other * node._saved_value
+    return (node._saved_tensor2 if operand == 1 else node._saved_tensor1) * node._saved_value
 
 
 def _quotient_slope(node: Any, operand: int) -> Slope:
     above, below = node._saved_self, node._saved_other
-    slope: Tensor = 1 / below if operand == 0 else -above / below.square()
-    return slope
+    return 1 / below if operand == 0 else -above / below.square()
 
 
 # A node, and which of its inputs q is -> dz/dq.

@@ -34,8 +34,7 @@ from woodbury.products import jacobian_products, transposed_jacobian_product
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
     """The default forward: model(inputs)."""
-    outputs: Tensor = model(inputs)
-    return outputs
+    return model(inputs)
 
 
 @dataclass

@@ -94,10 +94,9 @@ def _attempt(forward_pass: Pass, derive: Callable[..., Any], along: Parts) -> Te
     point = {name: parameter.detach() for name, parameter in forward_pass.plan.parameters.items()}
     try:
         with no_batching_warnings, torch.no_grad(), plain_attention:
-            outputs, found = forward_pass.repeat(derive.__name__, derive, point, along, forward_pass.inputs)
+            outputs, derivative = forward_pass.repeat(derive.__name__, derive, point, along, forward_pass.inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever torch.func does not like
         return None
-    derivative: Tensor = found
     return derivative if forward_pass.gives(outputs) else None
