@@ -24,10 +24,7 @@ from benchmarks.common import Batch, Command, chain, positive, say, table
 RATES = (3e-2, 1e-2, 3e-3, 1e-3)  # of Adam
 MOST_STEPS, PATIENCE, BATCH = 5000, 600, 32  # steps in all, and without a lower validation loss
 TEST_SAMPLES = 2000
-METHODS: dict[str, dict[str, Any]] = {
-    "validation": {"validation": 0.2},
-    "evidence": {"weight_decay": "evidence"},
-}
+METHODS: dict[str, dict[str, Any]] = {"validation": {"validation": 0.2}, "evidence": {"weight_decay": "evidence"}}
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,7 @@ def train_first_order(task: Task, loader: DataLoader[Batch], method: str, rate: 
 
 
 def run(
-    problem: Problem,
-    task: Task,
-    method: str,
-    seed: int,
-    rate: float | None = None,
-    seconds: float | None = None,
+    problem: Problem, task: Task, method: str, seed: int, rate: float | None = None, seconds: float | None = None
 ) -> Record:
     """The record of one run, over all epochs of the problem or for so many seconds; an error is part of it."""
 
@@ -150,12 +145,8 @@ def equal_seconds(adam: Sequence[Record]) -> float:
 
 
 def run_problem(
-    problem: Problem,
-    seeds: Sequence[int],
-    methods: Sequence[str] = METHODS,
-    data_dir: Path | None = None,
+    problem: Problem, seeds: Sequence[int], methods: Sequence[str] = METHODS, data_dir: Path | None = None
 ) -> list[Record]:
-    """The records of these methods and seeds."""
     rates = {ADAM_CONSTANT: (1e-3,), ADAM: problem.adam_rates, SGD: problem.sgd_rates}
     pairs = [(method, rate) for method in rates if method in methods for rate in rates[method]]
     task = problem.make(0, data_dir)

@@ -20,13 +20,13 @@ from benchmarks.common import (
     loop_step,
     median_seconds,
     medians_within,
+    own_optimizer,
     own_step,
     positive,
     sgd_step,
     table,
 )
 from woodbury.fit.training import DAMPING, MEMORY, METRIC, MOMENTUM
-from woodbury.optimizers import OPTIMIZERS
 
 REFERENCE = "sgd"
 INTERLEAVED = ("smw-ng", "smw-ng-bd", "smw-gn")
@@ -85,26 +85,20 @@ def bench_doors(repeats: int) -> Ratios:
         for name in ("smw-ng", "smw-gn"):
             steps[f"{name}, step(x, y)"] = own_step(name, network, batch)
             steps[f"{name}, step(closure)"] = _closure_step(name, network, batch)
-            steps[f"{name}, watch=True"] = _watched_step(name, network, batch)
+            watching = own_optimizer(name, network, watch=True)
+            steps[f"{name}, watch=True"] = loop_step(watching, watching.model, watching.loss, batch)
         ratios[key] = _over_sgd(median_seconds(steps, repeats))
     return ratios
 
 
 def _closure_step(name: str, network: Network, batch: Batch) -> Step:
-    model, loss = network.build(), network.loss()
-    optimizer = OPTIMIZERS[name](model, loss, lr=0.1, curvature_samples=network.curvature_samples)
+    optimizer = own_optimizer(name, network)
 
     def closure() -> None:
         optimizer.zero_grad()
-        loss(model(batch[0]), batch[1]).backward()
+        optimizer.loss(optimizer.model(batch[0]), batch[1]).backward()
 
     return partial(optimizer.step, closure)
-
-
-def _watched_step(name: str, network: Network, batch: Batch) -> Step:
-    model, loss = network.build(), network.loss()
-    settings = {"lr": 0.1, "curvature_samples": network.curvature_samples, "watch": True}
-    return loop_step(OPTIMIZERS[name](model, loss, **settings), model, loss, batch)
 
 
 def _over_sgd(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -93,8 +93,7 @@ def tokens() -> Problem:
 
 def _residuals(laplacian: Callable[..., Any], model: nn.Module, points: Tensor) -> Tensor:
     value, gradient, bend = laplacian(model, points)
-    residuals: Tensor = bend + value * gradient[..., 0] + torch.sin(3.0 * points[:, :1])
-    return residuals
+    return bend + value * gradient[..., 0] + torch.sin(3.0 * points[:, :1])
 
 
 def equation(count: int) -> Problem:
