@@ -87,13 +87,11 @@ _AHEAD, _MAX_NUMBERS = 16, 2**16  # permutations drawn at once, and numbers in t
 
 
 def snapshot(device: torch.device) -> Snapshot:
-    """The global random state now."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return Snapshot(torch.get_rng_state(), cuda, device, python.getstate(), _numpy_state())
 
 
 def restore(state: Snapshot) -> None:
-    """Put the global random state back."""
     torch.set_rng_state(state.cpu)
     if state.cuda is not None:
         torch.cuda.set_rng_state(state.cuda, state.device)
@@ -128,7 +126,6 @@ def from_plain(values: Mapping[str, Any], device: torch.device) -> Snapshot:
 
 
 def drawn_since(state: Snapshot) -> bool:
-    """Whether random numbers were drawn since a snapshot was taken."""
     return not _same(snapshot(state.device), state)
 
 

@@ -45,7 +45,6 @@ class Space:
         return base
 
     def vector(self, flat: Tensor) -> Vector:
-        """The vector of a flat tensor."""
         return Vector(self, flat)
 
     def zeros(self, like: Tensor) -> Vector:

@@ -221,7 +221,6 @@ _SMALL = 128  # up to here one operation on the whole matrix costs less than sev
 
 
 def sum_of_squares(values: Tensor) -> Scalar:
-    """The sum of squares of all values."""
     if values.is_cuda:  # one kernel, where a dot product takes two
         norm = scalar(torch.linalg.vector_norm(values))
         return norm * norm

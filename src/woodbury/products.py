@@ -45,7 +45,7 @@ def jacobian_products(
 def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], weights: Tensor) -> Parts:
     """J^T w for outputs attached to the graph."""
     grads = torch.autograd.grad(
-        outputs, list(parameters.values()), weights, retain_graph=True, materialize_grads=True
+        outputs, [*parameters.values()], weights, retain_graph=True, materialize_grads=True
     )
     return dict(zip(parameters, grads, strict=True))
 

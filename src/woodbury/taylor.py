@@ -40,12 +40,8 @@ def derivatives_along(
         return push(point)
 
 
-_WRONG = frozenset(
-    (
-        *("instance_norm", "det", "linalg_det", "logdet", "slogdet", "linalg_slogdet"),
-        *("linalg_solve", "linalg_solve_ex"),
-    )
-)
+_WRONG = {"instance_norm", "det", "linalg_det", "logdet", "slogdet", "linalg_slogdet"}
+_WRONG |= {"linalg_solve", "linalg_solve_ex"}
 
 
 class Corrected(TorchFunctionMode):
@@ -54,9 +50,7 @@ class Corrected(TorchFunctionMode):
     Operations in place get copies of their operands.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
             args = (*args[:1], *(own.clone() if isinstance(own, Tensor) else own for own in args[1:]))

@@ -210,7 +210,6 @@ def _fit_pair(
     patience: int | None,
     **shared: Any,
 ) -> Run:
-    """A fit to data that is used whole."""
     run: Run
     by_evidence = settings["weight_decay"] == "evidence"
     pair, split = as_pair(data, "data must be a function draw(count), a loader, or a pair"), None

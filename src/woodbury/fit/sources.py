@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
@@ -81,10 +82,7 @@ class Conversion:
             message = f"fit: data of {names} is converted to {self.dtype}, as the model has it"
             warnings.warn(message, stacklevel=level_of_caller())
             self.is_said = True
-        inputs, targets = pytree.tree_map_only(
-            Tensor, lambda own: own.to(self.dtype) if own.dtype in others else own, pair
-        )
-        return inputs, targets
+        return pytree.tree_map_only(Tensor, lambda own: own.to(self.dtype) if own.dtype in others else own, pair)
 
 
 @dataclass
@@ -111,10 +109,8 @@ class MiniBatches:
                 f"fit: {type(self.loader).__name__} can be gone through once only: pass something that can be "
                 "gone through again and again, as a DataLoader or a list of batches"
             )
-        try:
+        with suppress(TypeError):  # of a stream, whose first epoch tells
             self.length = len(self.loader)  # type: ignore[arg-type]
-        except TypeError:  # a stream: the first epoch tells
-            self.length = None
 
     @property
     def epochs(self) -> float:

@@ -87,9 +87,8 @@ def layer_rule(layer: nn.Module, parameters: Collection[str]) -> Rule | None:
 
 def _computes_as(kind: type, layer: nn.Module) -> bool:
     """Whether the layer has not replaced `forward` or a private method of `kind`."""
-    private = {name for name in dir(kind) if name.startswith("_") and not name.startswith("__")} - set(
-        dir(nn.Module)
-    )
+    names = set(dir(kind)) - set(dir(nn.Module))
+    private = [name for name in names if name.startswith("_") and not name.startswith("__")]
     methods = ["forward", *(name for name in private if isfunction(getattr(kind, name)))]
     own = vars(layer)
     return all(getattr(type(layer), name) is getattr(kind, name) and name not in own for name in methods)
@@ -109,10 +108,8 @@ def linear_rows(layer: nn.Linear, inputs: Tensor, grads: Tensor) -> OuterRows | 
     """z = W v + b: the row of column a at sample n is h_na v_n^T for W and h_na for b, summed over positions."""
     bias = None if layer.bias is None else "bias"
     if inputs.dim() == 2:
-        n, k, _ = grads.shape
-        return OuterRows(
-            inputs, grads.flatten(0, 1), Layout(((n, k),)), bias=bias, affine=has_own_parameters(layer)
-        )
+        layout = Layout(((len(grads), grads.shape[1]),))
+        return OuterRows(inputs, grads.flatten(0, 1), layout, bias=bias, affine=has_own_parameters(layer))
     _check_axes(inputs.dim() > 2, layer, inputs, "(n, ..., features)")
     return sequence_rows(inputs, grads, layer.weight.shape, bias=bias)
 
@@ -325,10 +322,8 @@ def spread_patches(layer: Transposed, size: Sequence[int], samples: Tensor, wind
     # Output position y holds x[q] W[u] wherever y = q stride - padding + u dilation.
     reach = [gap * (width - 1) for gap, width in zip(layer.dilation, layer.kernel_size, strict=True)]
     before = [length - pad for length, pad in zip(reach, layer.padding, strict=True)]
-    after = [
-        total + length - first - own
-        for total, length, first, own in zip(size, reach, before, lengths, strict=True)
-    ]
+    axes = zip(size, reach, before, lengths, strict=True)
+    after = [total + length - first - own for total, length, first, own in axes]
     sides = [side for pair in reversed(list(zip(before, after, strict=True))) for side in pair]
     spread = F.pad(spread, sides)  # a negative side cuts off
     for axis, (length, gap) in enumerate(zip(reach, layer.dilation, strict=True)):

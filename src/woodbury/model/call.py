@@ -39,9 +39,8 @@ class Call:
 
     @property
     def inputs_intact(self) -> bool:
-        return all(
-            tensor._version == version for tensor, version in zip(self.arguments, self.versions, strict=False)
-        )
+        pairs = zip(self.arguments, self.versions, strict=False)
+        return all(tensor._version == version for tensor, version in pairs)
 
     @property
     def is_intact(self) -> bool:

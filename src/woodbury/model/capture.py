@@ -20,7 +20,7 @@ from woodbury import _random
 from woodbury._vector import Parts
 from woodbury.device import fingerprint
 from woodbury.jets import run_layer
-from woodbury.layers.forms import ExplicitRows, RowForm
+from woodbury.layers.forms import Dtype, ExplicitRows, RowForm
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
 from woodbury.model.bare import Bare, find_bare
@@ -365,9 +365,7 @@ def _check_changes(plan: Plan, before: Sequence[int], after: Sequence[int]) -> N
             )
 
 
-def capture(
-    plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None = None
-) -> GraphCapture:
+def capture(plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: Dtype = None) -> GraphCapture:
     """Run forward(plan.model, inputs) with gradients on, keeping every layer's input and output.
 
     The first time, once more without compiled code if the model turns out to run some inside.
@@ -384,9 +382,7 @@ def capture(
     return _capture(plan, forward, inputs, samples, autocast)
 
 
-def _capture(
-    plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None
-) -> GraphCapture:
+def _capture(plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: Dtype) -> GraphCapture:
     notes = Notes(plan, samples, autocast is not None or torch.is_autocast_enabled(plan.device.type))
     before = plan.versions()
     # of a device's generator not while a step is recorded, which cannot repeat it
@@ -403,16 +399,9 @@ def _capture(
             flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
+    raw = outputs.detach()
     return GraphCapture(
-        plan,
-        forward,
-        inputs,
-        flat,
-        notes.calls,
-        notes.obstacles,
-        outputs.detach(),
-        autocast=autocast,
-        random=random,
+        plan, forward, inputs, flat, notes.calls, notes.obstacles, raw, autocast=autocast, random=random
     )
 
 

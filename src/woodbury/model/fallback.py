@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,11 +33,12 @@ from torch.utils import _pytree as pytree
 from woodbury import _batch, _random
 from woodbury._process import ForAllThreads
 from woodbury._vector import Parts
-from woodbury.layers.forms import byte_limit, windows
+from woodbury.layers.forms import Dtype, byte_limit, windows
 from woodbury.layers.maps import plain_attention
 from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.model.expanded import expand, grads_by_sample
 from woodbury.model.plan import Plan
+from woodbury.products import transposed_jacobian_product
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -103,9 +105,7 @@ def _exchanged(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
             parameters[name] = own
 
 
-def outputs_agree(
-    a: Tensor, b: Tensor, forward_pass: Pass, digits: float = 0.5, dtype: torch.dtype | None = None
-) -> bool:
+def outputs_agree(a: Tensor, b: Tensor, forward_pass: Pass, digits: float = 0.5, dtype: Dtype = None) -> bool:
     """Whether the outputs of two passes agree in this share of their digits, or those of `dtype`.
 
     They do if they differ by at most d |b|, d = eps^digits. Residuals of an equation near its solution are small
@@ -213,13 +213,10 @@ class WrittenRows:
         generator = torch.Generator(device="cpu").manual_seed(0)
         c = torch.rand(n, k, generator=generator, dtype=torch.float32, device="cpu").to(self.columns) + 0.5
         seed = torch.einsum("nk,nkc->nc", c, self.columns).to(outputs.dtype)
-        grads = torch.autograd.grad(
-            outputs, list(self.parameters.values()), seed, retain_graph=True, materialize_grads=True
-        )
         wrong = set()
-        for (name, parameter), grad in zip(self.parameters.items(), grads, strict=True):
+        for name, grad in transposed_jacobian_product(outputs, self.parameters, seed).items():
             own = rows[name]
-            if own.shape != (n, k, *parameter.shape):
+            if own.shape != (n, k, *grad.shape):
                 wrong.add(name)
                 continue
             flat = own.reshape(n * k, -1)
@@ -322,19 +319,17 @@ def grads_of_many(
     One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM, GroupNorm
     on memory with channels last); `tell` hears of their number.
     """
+    gradients = partial(torch.autograd.grad, outputs, sources, retain_graph=True, allow_unused=True)
     try:
-        grads = torch.autograd.grad(
-            outputs, sources, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
-        return list(grads)
+        return list(gradients(seeds, is_grads_batched=True))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         pass  # what holds for one seed as well is raised below
     if tell is not None:
         tell(len(seeds))
-    each = [torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True) for seed in seeds]
-    return [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
+    each = zip(*[gradients(seed) for seed in seeds], strict=True)
+    return [None if own[0] is None else torch.stack(own) for own in each]
 
 
 def _cat(pieces: Sequence[Tensor]) -> Tensor:

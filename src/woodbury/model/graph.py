@@ -147,7 +147,6 @@ class PassGraph:
 
     @staticmethod
     def behind(outputs: Tensor) -> PassGraph:
-        """Read the graph, each edge once."""
         consumers: dict[Any, list[Any]] = {}
         accumulators: dict[int, Any] = {}
         for node, following in graph_edges(outputs):

@@ -186,7 +186,6 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return next(iter(self.parameters.values())).device
 
     @cached_property
@@ -196,12 +195,10 @@ class Plan:
 
     @cached_property
     def size(self) -> int:
-        """The number of trainable parameters."""
         return sum(self.block_sizes)
 
     @cached_property
     def layer_named(self) -> dict[str, Layer]:
-        """Layer name -> layer."""
         return {layer.name: layer for layer in self.layers}
 
     @cached_property
@@ -270,10 +267,7 @@ def _parameter_complaint(parameter: nn.Parameter, dtype: torch.dtype) -> str | N
     if _is_distributed(type(parameter)):
         return f"is a {type(parameter).__name__}, sharded over devices: not supported"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return (
-            "has a hook on its gradient, which a step here would not run: remove it (a mask belongs into the "
-            "model)"
-        )
+        return "has a hook on its gradient, which no step here runs: remove it (a mask belongs into the model)"
     if parameter.dtype != dtype:
         return (
             f"is of type {parameter.dtype}, another of {dtype}: bring the model to one type, model.float() or "

@@ -92,11 +92,8 @@ class JoinedCapture(GraphCapture):
         (columns,) = segments
         parts = columns.reshape(-1).split([own.outputs.numel() for own in self.captures])
         # (n_t k_t,) -> (n_t, k_t, k_t): a row for each number
-        pairs = [
-            (own, part.view(own.outputs.shape).diag_embed())
-            for own, part in zip(self.captures, parts, strict=True)
-        ]
-        return concatenate_forms([own.rows([part]) for own, part in pairs])
+        pairs = zip(self.captures, parts, strict=True)
+        return concatenate_forms([own.rows([part.view(own.outputs.shape).diag_embed()]) for own, part in pairs])
 
 
 def _all_terms(forward: Forward) -> Forward:
