@@ -68,10 +68,8 @@ class Orders:
             orders = torch.stack([order for order, _ in drawn]).to(device, non_blocking=True).unbind()
             states = [state, *(after for _, after in drawn)]
             self._kind = kind
-            self._known = {
-                id(before): (before, before._version, order, after)
-                for before, order, after in zip(states, orders, states[1:], strict=False)
-            }
+            drawings = zip(states, orders, states[1:], strict=False)
+            self._known = {id(own): (own, own._version, order, after) for own, order, after in drawings}
             known = self._known[id(state)]
         return known[2:]
 

@@ -232,8 +232,6 @@ def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple
     if padding is not None:
         ranks = torch.where(flat == padding, -1, ranks)
     split = ranks.split([own.numel() for own in old_indices])
-    renumbered = [
-        replace(part, features=own.reshape(old.shape).__getitem__)
-        for part, own, old in zip(parts, split, old_indices, strict=True)
-    ]
+    triples = zip(parts, split, old_indices, strict=True)
+    renumbered = [replace(part, features=own.reshape(old.shape).__getitem__) for part, own, old in triples]
     return index_count, tuple(renumbered)

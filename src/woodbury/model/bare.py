@@ -246,6 +246,4 @@ def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str
     except RuntimeError:  # changed in place since: the fallback, or an ordinary backward pass, has its own word
         return None
     key = (node.name(), operand, shape, inner, axes)
-    return Meeting(
-        GradientEdge(node, 0), source, parameters=names, shape=shape, inner=inner, axes=axes, slope=slope, key=key
-    )
+    return Meeting(GradientEdge(node, 0), source, names, shape, inner, axes, slope, key)

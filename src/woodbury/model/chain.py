@@ -288,10 +288,8 @@ class ChainCapture:
         """Nothing can have changed them."""
 
     def _backs(self) -> list[Back]:
-        return [
-            partial(ACTIVATIONS[type(module)].backward, module, z, v)
-            for module, z, v in zip(self.chain.activations, self.sums, self.layer_inputs[1:], strict=False)
-        ]
+        triples = zip(self.chain.activations, self.sums, self.layer_inputs[1:], strict=False)
+        return [partial(ACTIVATIONS[type(module)].backward, module, z, v) for module, z, v in triples]
 
 
 def read_chain(plan: Plan, model: nn.Module) -> Chain | None:

@@ -124,13 +124,8 @@ def _as_linear_map(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         return None
     x, weights = args[0], args[1].as_subclass(Tensor)
     n = len(weights)
-    if (
-        isinstance(x, Copies)
-        or weights.dim() != 3
-        or x.dim() < 2
-        or len(x) % n
-        or torch.is_autocast_enabled(x.device.type)
-    ):
+    fits = weights.dim() == 3 and x.dim() >= 2 and len(x) % n == 0
+    if isinstance(x, Copies) or not fits or torch.is_autocast_enabled(x.device.type):
         return None
     rows = x.unflatten(0, (n, -1)) if len(x) > n else x
     z: Tensor = _LinearMap.apply(rows, weights, func is not F.linear, args[1].uses)

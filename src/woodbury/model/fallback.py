@@ -157,11 +157,7 @@ class WrittenRows:
         """
         columns, findings = self.columns, self.forward_pass.plan.findings
         method, checked = findings.fallback_method, findings.checked_rows
-        methods: dict[str, Callable[[], tuple[Tensor, Parts]]] = {
-            "expanded": self.by_expansion,
-            "func": self.by_func,
-            "chunks": self.by_chunks,
-        }
+        methods = {"expanded": self.by_expansion, "func": self.by_func, "chunks": self.by_chunks}
         # the one that worked before first; where it fails (another term of the same fit, say) all others are tried
         order = [] if method == "graph" else sorted(methods, key=lambda name: name != method)
         for name in order:
@@ -262,9 +258,7 @@ class WrittenRows:
             raw, back = cast(Any, torch.func.vjp(lambda values: run(values, batch).reshape(-1), point))
             return raw, torch.func.vmap(lambda seed: back(seed)[0])(seeds)
 
-        bytes_per_sample = per_sample * sum(
-            parameter.numel() * parameter.element_size() for parameter in self.parameters.values()
-        )
+        bytes_per_sample = per_sample * sum(own.nbytes for own in self.parameters.values())
         limit = byte_limit(self.forward_pass.plan.max_bytes, columns.device) // max(1, bytes_per_sample)
         chunk = max(1, limit) if limit < samples else None
         with no_batching_warnings, torch.no_grad(), plain_attention:
@@ -309,10 +303,7 @@ def _rows_on_graph(
 
 
 def grads_of_many(
-    outputs: Tensor | GradientEdge,
-    sources: Sequence[Any],
-    seeds: Tensor,
-    tell: Callable[[int], None] | None = None,
+    outputs: Tensor | GradientEdge, sources: Sequence[Any], seeds: Tensor, tell: Callable[[int], Any] | None = None
 ) -> list[Tensor | None]:
     """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
 

@@ -36,6 +36,10 @@ class Layer:
 ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool, Any]
 
 
+def _module_state(module: nn.Module) -> ModuleState:
+    return module, tuple(module._modules.values()), module.training, module._compiled_call_impl
+
+
 def _is_distributed(kind: type) -> bool:
     """Whether it is a class, or derives from one, of DataParallel, DistributedDataParallel, FSDP or DTensor."""
     return any(base.__module__.startswith(("torch.distributed.", "torch.nn.parallel.")) for base in kind.__mro__)
@@ -224,12 +228,8 @@ class Plan:
         """Whether a new plan would be the same, and what passes have shown still holds."""
         if model is not self.model:
             return False
-        for module, children, training, compiled in self.modules:
-            if (
-                module.training is not training
-                or tuple(module._modules.values()) != children
-                or module._compiled_call_impl is not compiled
-            ):
+        for state in self.modules:
+            if _module_state(state[0]) != state:
                 return False
         for module, local, parameter in self._holders:
             own = module._parameters
@@ -369,10 +369,7 @@ def plan_layers(
         max_bytes=max_bytes,
         frozen=tuple(parameter for parameter in trainable.values() if not parameter.requires_grad),
         tied=tied,
-        modules=tuple(
-            (module, tuple(module._modules.values()), module.training, module._compiled_call_impl)
-            for module in model.modules()
-        ),
+        modules=tuple(map(_module_state, model.modules())),
         buffers=changing_buffers(model),
         findings=Findings(compiled=any(map(is_compiled, model.modules())) or None),
     )

@@ -59,18 +59,9 @@ def capture_terms(terms: Terms, capture: Callable[[Any, int], GraphCapture]) -> 
     first = captures[0]
     with torch.enable_grad():
         outputs = torch.cat([own.outputs.flatten() for own in captures]).unsqueeze(1)
-    return JoinedCapture(
-        first.plan,
-        _all_terms(first.forward),
-        [own.inputs for own in captures],
-        outputs,
-        calls=[],
-        obstacles={},
-        raw=outputs.detach(),
-        captures=captures,
-        autocast=first.autocast,
-        random=first.random,
-    )
+    forward, inputs = _all_terms(first.forward), [own.inputs for own in captures]
+    same: Any = {"autocast": first.autocast, "random": first.random}
+    return JoinedCapture(first.plan, forward, inputs, outputs, [], {}, outputs.detach(), captures, **same)
 
 
 @dataclass
