@@ -81,10 +81,8 @@ def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple
 
 def train_first_order(task: Task, loader: DataLoader[Batch], method: str, rate: float, epochs: int) -> None:
     """The usual loop with Adam or SGD: a constant rate, or one that decays linearly to 0 over all steps."""
-    parameters = task.model.parameters()
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD(parameters, rate, momentum=0.9) if method == SGD else torch.optim.Adam(parameters, rate)
-    )
+    make: Any = partial(torch.optim.SGD, momentum=0.9) if method == SGD else torch.optim.Adam
+    optimizer = make(task.model.parameters(), lr=rate)
     step, total = 0, epochs * len(loader)
     for _ in range(epochs):
         for inputs, targets in loader:
