@@ -170,10 +170,7 @@ def _numpy_state() -> tuple[Any, ...] | None:
 
 
 def replayed(state: Snapshot | None) -> AbstractContextManager[None]:
-    """Inside, random numbers repeat from `state` (dropout masks agree); the state afterwards is that before.
-
-    With None nothing repeats.
-    """
+    """Inside, random numbers repeat from `state`, unless it is None; the state afterwards is that before."""
     return _NOTHING if state is None else _replayed(state)
 
 

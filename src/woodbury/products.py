@@ -20,10 +20,7 @@ from woodbury.losses.factors import Factor
 def jacobian_products(
     outputs: Tensor, parameters: Mapping[str, Tensor]
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """The function v -> J v for outputs attached to the graph, by differentiating J^T u in u.
-
-    Entries that v lacks count as zero.
-    """
+    """v -> J v for outputs attached to the graph, by differentiating J^T u in u; what v lacks counts as zero."""
     with torch.enable_grad():
         probe = torch.zeros_like(outputs, requires_grad=True)
         transposed = torch.autograd.grad(
@@ -123,11 +120,10 @@ def relative_residual(
     with torch.enable_grad():
         value = loss_of(loss, outputs, targets)
         grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)
+        curved = outputs[: batch.curvature]
+    push = jacobian_products(curved, parameters)
     if targets is not None:
         targets = targets[: batch.curvature]
-    with torch.enable_grad():
-        curved = outputs[: batch.curvature]
-        push = jacobian_products(curved, parameters)
     image: Parts = {}
     for block in blocks:
         weights = at_outputs(loss, curved, targets, push({name: vector[name] for name in block}))

@@ -21,9 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-def derivatives_along(
-    function: Callable[[Any], Any], point: Any, direction: Any, order: int = 2
-) -> tuple[Any, ...]:
+def derivatives_along(function: Callable[..., Any], point: Any, direction: Any, order: int = 2) -> tuple[Any, ...]:
     """f, f'[d], f''[d, d] and so on at a point, for tensors or nestings of tensors."""
 
     def raised(lower: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:

@@ -183,10 +183,7 @@ def recurrent_forward(
 def _run(
     layer: nn.Module, names: Mapping[int, str], report: Report, suffix: str, xs: Tensor, state: State
 ) -> tuple[list[Tensor], State]:
-    """The hidden states (n, features) of every step of xs (n, t, features), and the last state.
-
-    suffix is that of the names of the weights.
-    """
+    """The hidden states (n, features) of every step of xs (n, t, features), and the last state."""
     W_ih, W_hh, b_ih, b_hh = (getattr(layer, name + suffix, None) for name in NAMES)
     assert W_ih is not None and W_hh is not None
     backward = suffix.endswith("_reverse")

@@ -323,10 +323,7 @@ def trial_needs_gradients(plan: Plan, forward: Forward) -> bool:
 
 @contextmanager
 def moved_model(plan: Plan, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Iterator[None]:
-    """Inside, `changes` are added to the parameters, and layers in `forwards` are computed by these functions.
-
-    The parameters are bit-identical afterwards.
-    """
+    """Inside, `changes` are added to the parameters, and layers in `forwards` are computed by these functions."""
     before: list[tuple[nn.Parameter, Tensor]] = []
     functions = {}
     for name, moved in forwards.items():

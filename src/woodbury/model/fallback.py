@@ -62,10 +62,7 @@ class Pass:
     random: _random.Snapshot | None = field(default=None, kw_only=True)  # before it, if it may be repeated
 
     def moved(self, share: float) -> float:
-        """max |y(theta + d) - y(theta)| for small changes d of the parameters, by this share of themselves.
-
-        0 where it is not known.
-        """
+        """max |y(theta + d) - y(theta)| for changes d by this share of the parameters; 0 where it is not known."""
         return 0.0
 
     def repeat(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -141,20 +138,14 @@ def tells_little(name: str) -> bool:
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """Rows (n, k, *shape) of some parameters, for columns (n, k, C), written out.
-
-    The methods return them with the outputs that they saw.
-    """
+    """Rows (n, k, *shape) of some parameters, for columns (n, k, C); methods give the outputs they saw as well."""
 
     forward_pass: Pass
     parameters: Mapping[str, nn.Parameter]
     columns: Tensor
 
     def compute(self) -> Parts:
-        """By the method that worked for this model before, if any: the findings of the plan know it.
-
-        They know the shapes of columns whose rows were checked, too.
-        """
+        """By the method that worked for this model before, if any, without a check of shapes that were right."""
         columns, findings = self.columns, self.forward_pass.plan.findings
         method, checked = findings.fallback_method, findings.checked_rows
         methods = {"expanded": self.by_expansion, "func": self.by_func, "chunks": self.by_chunks}
