@@ -108,21 +108,16 @@ class Network:
         return inputs, torch.randn(self.samples, outputs, generator=draws)
 
 
-def loop_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, batch: Batch) -> Step:
-    """The usual loop: zero_grad, loss, backward, step."""
-    inputs, targets = batch
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(model(inputs), targets).backward()
-        optimizer.step()
-
-    return step
+def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, batch: Batch) -> None:
+    """What the usual loop does with a batch."""
+    optimizer.zero_grad()
+    loss(model(batch[0]), batch[1]).backward()
+    optimizer.step()
 
 
 def first_order_step(kind: type[torch.optim.Optimizer], network: Network, batch: Batch, **settings: Any) -> Step:
     model = network.build().to(batch[0].device)
-    return loop_step(kind(model.parameters(), **settings), model, network.loss(), batch)
+    return partial(take_step, kind(model.parameters(), **settings), model, network.loss(), batch)
 
 
 def sgd_step(network: Network, batch: Batch) -> Step:

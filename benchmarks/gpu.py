@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Batch, Command, Network, loop_step, median_seconds, own_optimizer, own_step, sgd_step
+from benchmarks.common import Batch, Command, Network, median_seconds, own_optimizer, own_step, sgd_step, take_step
 
 SMALL = Network((784, 500, 10), 60, 30)
 LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024)
@@ -42,7 +42,7 @@ def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any
     batch, optimizer = _batch(network), own_optimizer("smw-ng", network, DEVICE, lr=1e-3, gram_dtype=gram_dtype)
     model = optimizer.model
     steps: dict[str, Any] = {
-        "sgd": loop_step(torch.optim.SGD(model.parameters(), lr=1e-3), model, optimizer.loss, batch),
+        "sgd": partial(take_step, torch.optim.SGD(model.parameters(), lr=1e-3), model, optimizer.loss, batch),
         "smw-ng": partial(optimizer.step, *batch),
     }
     rounds: dict[str, list[float]] = {name: [] for name in steps}

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.common import Batch, say
+from benchmarks.common import Batch, say, take_step
 from benchmarks.problems import CLASSIFICATION, PROBLEMS, Problem, Task
 from woodbury.experiments.files import DataError
 from woodbury.fit import fit
@@ -85,12 +85,10 @@ def train_first_order(task: Task, loader: DataLoader[Batch], method: str, rate: 
     optimizer = make(task.model.parameters(), lr=rate)
     step, total = 0, epochs * len(loader)
     for _ in range(epochs):
-        for inputs, targets in loader:
+        for batch in loader:
             if method != ADAM_CONSTANT:
                 optimizer.param_groups[0]["lr"] = rate * (1 - step / total)
-            optimizer.zero_grad()
-            task.loss(task.model(inputs), targets).backward()
-            optimizer.step()
+            take_step(optimizer, task.model, task.loss, batch)
             step += 1
 
 

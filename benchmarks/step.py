@@ -17,7 +17,6 @@ from benchmarks.common import (
     Network,
     Step,
     first_order_step,
-    loop_step,
     median_seconds,
     medians_within,
     own_optimizer,
@@ -25,6 +24,7 @@ from benchmarks.common import (
     positive,
     sgd_step,
     table,
+    take_step,
 )
 from woodbury.fit.training import DAMPING, MEMORY, METRIC, MOMENTUM
 
@@ -84,7 +84,7 @@ def bench_doors(repeats: int) -> Ratios:
             steps[f"{name}, step(x, y)"] = own_step(name, network, batch)
             steps[f"{name}, step(closure)"] = _closure_step(name, network, batch)
             watching = own_optimizer(name, network, watch=True)
-            steps[f"{name}, watch=True"] = loop_step(watching, watching.model, watching.loss, batch)
+            steps[f"{name}, watch=True"] = partial(take_step, watching, watching.model, watching.loss, batch)
         ratios[key] = _over_sgd(median_seconds(steps, repeats))
     return ratios
 
