@@ -41,9 +41,8 @@ def jacobian_products(
 
 def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], weights: Tensor) -> Parts:
     """J^T w for outputs attached to the graph."""
-    grads = torch.autograd.grad(
-        outputs, [*parameters.values()], weights, retain_graph=True, materialize_grads=True
-    )
+    own = list(parameters.values())
+    grads = torch.autograd.grad(outputs, own, weights, retain_graph=True, materialize_grads=True)
     return dict(zip(parameters, grads, strict=True))
 
 

@@ -357,11 +357,9 @@ def kernel(
         model, forward, fallback, max_bytes: as in `woodbury.rows`.
         x1, x2: inputs of n1 and n2 samples.
     """
-    first = rows(model, None, x1, forward=forward, fallback=fallback, max_bytes=max_bytes)
-    n1 = check_batch(x1, None)
-    if x2 is None:
-        K, n2 = first.gram(), n1
-    else:
-        n2 = check_batch(x2, None)
-        K = first.gram(rows(model, None, x2, forward=forward, fallback=fallback, max_bytes=max_bytes))
+    x2 = x1 if x2 is None else x2
+    settings: dict[str, Any] = {"forward": forward, "fallback": fallback, "max_bytes": max_bytes}
+    first = rows(model, None, x1, **settings)
+    K = first.gram(first if x2 is x1 else rows(model, None, x2, **settings))
+    n1, n2 = check_batch(x1, None), check_batch(x2, None)
     return K.reshape(n1, K.shape[0] // n1, n2, K.shape[1] // n2)

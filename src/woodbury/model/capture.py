@@ -177,9 +177,8 @@ class GraphCapture(Pass):
         if not edges:
             return []
         if columns.shape[1] == 1:
-            grads = torch.autograd.grad(
-                self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
-            )
+            seed = columns[:, 0]
+            grads = torch.autograd.grad(self.outputs, edges, seed, retain_graph=keep_graph, allow_unused=True)
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
         return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
 

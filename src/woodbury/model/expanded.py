@@ -43,10 +43,11 @@ class Uses:
         self.kept: list[tuple[Tensor, Tensor]] | None = None
 
     def total(self) -> Tensor | None:
-        """The sum of h x^T, (n, o, i)."""
-        if not self.kept:
+        """The sum of h x^T, (n, o, i), of what was kept, which ends here."""
+        kept, self.kept = self.kept, None
+        if not kept:
             return None
-        h, x = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in zip(*self.kept, strict=True))
+        h, x = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in zip(*kept, strict=True))
         return h.mT @ x
 
 
@@ -81,10 +82,8 @@ def grads_by_sample(
     for own in uses:
         own.kept = []
     grads = torch.autograd.grad(outputs, leaves, seed, retain_graph=True, allow_unused=True)
-    sums = [own.total() for own in uses]
-    for own in uses:
-        own.kept = None
-    return [a if b is None else b if a is None else a + b for a, b in zip(grads, sums, strict=True)]
+    pairs = [(grad, own.total()) for grad, own in zip(grads, uses, strict=True)]
+    return [a if b is None else b if a is None else a + b for a, b in pairs]
 
 
 class _LinearMap(torch.autograd.Function):
