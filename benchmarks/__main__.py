@@ -10,19 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import (
-    beside,
-    deepxde,
-    equations,
-    gpu,
-    laplacian,
-    noise,
-    peers,
-    processes,
-    scale,
-    standings,
-    step,
-)
+from benchmarks import beside, deepxde, equations, gpu, laplacian, noise, peers, processes, scale, standings, step
 from benchmarks.common import Command, table
 from woodbury.runs.storage import round_numbers
 
@@ -61,7 +49,6 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the commands and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=_DESCRIPTION)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)

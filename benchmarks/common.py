@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -59,8 +60,6 @@ def chain(activation: type[nn.Module], *widths: int) -> nn.Sequential:
 
 
 class _Module(nn.Module):
-    """A module with its own forward."""
-
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.layers = layers
@@ -109,22 +108,16 @@ class Network:
         return inputs, torch.randn(self.samples, outputs, generator=draws)
 
 
-def loop_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, batch: Batch) -> Step:
-    """The usual loop: zero_grad, loss, backward, step."""
-    inputs, targets = batch
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(model(inputs), targets).backward()
-        optimizer.step()
-
-    return step
+def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, batch: Batch) -> None:
+    """What the usual loop does with a batch."""
+    optimizer.zero_grad()
+    loss(model(batch[0]), batch[1]).backward()
+    optimizer.step()
 
 
 def first_order_step(kind: type[torch.optim.Optimizer], network: Network, batch: Batch, **settings: Any) -> Step:
-    """A step of SGD or Adam on a network."""
     model = network.build().to(batch[0].device)
-    return loop_step(kind(model.parameters(), **settings), model, network.loss(), batch)
+    return partial(take_step, kind(model.parameters(), **settings), model, network.loss(), batch)
 
 
 def sgd_step(network: Network, batch: Batch) -> Step:
@@ -132,13 +125,16 @@ def sgd_step(network: Network, batch: Batch) -> Step:
     return first_order_step(torch.optim.SGD, network, batch, lr=0.1)
 
 
-def own_step(name: str, network: Network, batch: Batch, **settings: Any) -> Step:
-    """A step of one of `woodbury.optim.OPTIMIZERS`; Hessian-free takes exactly the network's CG iterations."""
+def own_optimizer(name: str, network: Network, device: str | torch.device = "cpu", **settings: Any) -> Any:
+    """One of `woodbury.optimizers.OPTIMIZERS`; Hessian-free takes exactly the network's CG iterations."""
     settings = {"lr": 0.1, "curvature_samples": network.curvature_samples} | settings
     if name == "hf":
         settings |= {"max_iterations": network.iterations, "progress": 0.0}
-    optimizer = OPTIMIZERS[name](network.build().to(batch[0].device), network.loss(), **settings)
-    return lambda: optimizer.step(*batch)
+    return OPTIMIZERS[name](network.build().to(device), network.loss(), **settings)
+
+
+def own_step(name: str, network: Network, batch: Batch, **settings: Any) -> Step:
+    return partial(own_optimizer(name, network, batch[0].device, **settings).step, *batch)
 
 
 # -- times ----------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Batch, Command, Network, Step, loop_step, median_seconds, own_step, sgd_step
-from woodbury.optimizers import OPTIMIZERS
+from benchmarks.common import Batch, Command, Network, median_seconds, own_optimizer, own_step, sgd_step, take_step
 
 SMALL = Network((784, 500, 10), 60, 30)
 LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024)
@@ -40,11 +39,10 @@ def small() -> dict[str, Any]:
 
 def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
     """Seconds of a step of SGD and of NG, peak memory of the latter, and the relative residual of its p."""
-    batch, model, loss = _batch(network), network.build().to(DEVICE), network.loss()
-    settings = {"lr": 1e-3, "curvature_samples": network.curvature_samples, "gram_dtype": gram_dtype}
-    optimizer = OPTIMIZERS["smw-ng"](model, loss, **settings)
-    steps: dict[str, Step] = {
-        "sgd": loop_step(torch.optim.SGD(model.parameters(), lr=1e-3), model, loss, batch),
+    batch, optimizer = _batch(network), own_optimizer("smw-ng", network, DEVICE, lr=1e-3, gram_dtype=gram_dtype)
+    model = optimizer.model
+    steps: dict[str, Any] = {
+        "sgd": partial(take_step, torch.optim.SGD(model.parameters(), lr=1e-3), model, optimizer.loss, batch),
         "smw-ng": partial(optimizer.step, *batch),
     }
     rounds: dict[str, list[float]] = {name: [] for name in steps}

@@ -91,10 +91,6 @@ def _residuals(derive: Derive, model: nn.Module, points: Tensor) -> Tensor:
     return bend + value * gradient[..., 0] + 1.0
 
 
-def _forward(model: nn.Module, derive: Derive, points: Tensor) -> Step:
-    return torch.no_grad()(partial(derive, model, points))
-
-
 def _gradient(model: nn.Module, derive: Derive, points: Tensor) -> Step:
     parameters = list(model.parameters())
     return lambda: torch.autograd.grad(_residuals(derive, model, points).square().mean(), parameters)
@@ -120,7 +116,7 @@ class Ansatz(nn.Module):
 
 
 TASKS: dict[str, Callable[[nn.Module, Derive, Tensor], Step]] = {
-    "value, gradient, Laplacian": _forward,
+    "value, gradient, Laplacian": lambda model, derive, points: torch.no_grad()(partial(derive, model, points)),
     "and the gradient of a loss": _gradient,
     "GaussNewton step": _step,
     "and of an ansatz": lambda model, derive, points: _step(Ansatz(model), derive, points),

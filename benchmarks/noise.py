@@ -19,15 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
-from benchmarks.common import Batch, Command, chain, positive, say, table
+from benchmarks.common import Batch, Command, chain, positive, say, table, take_step
 
 RATES = (3e-2, 1e-2, 3e-3, 1e-3)  # of Adam
 MOST_STEPS, PATIENCE, BATCH = 5000, 600, 32  # steps in all, and without a lower validation loss
 TEST_SAMPLES = 2000
-METHODS: dict[str, dict[str, Any]] = {
-    "validation": {"validation": 0.2},
-    "evidence": {"weight_decay": "evidence"},
-}
+METHODS: dict[str, dict[str, Any]] = {"validation": {"validation": 0.2}, "evidence": {"weight_decay": "evidence"}}
 
 
 @dataclass(frozen=True)
@@ -142,9 +139,7 @@ def run_adam(problem: Problem, model: nn.Module, train: Batch, validation: Batch
         while steps < MOST_STEPS and waited < PATIENCE:
             batches = torch.randperm(len(train[0]), generator=draws).split(BATCH)
             for chosen in batches:
-                optimizer.zero_grad()
-                problem.loss(model(train[0][chosen]), train[1][chosen]).backward()
-                optimizer.step()
+                take_step(optimizer, model, problem.loss, (train[0][chosen], train[1][chosen]))
             now = loss_on(model, problem.loss, validation)
             steps, waited = steps + len(batches), 0 if now < lowest else waited + len(batches)
             lowest = min(lowest, now)

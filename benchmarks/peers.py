@@ -55,8 +55,6 @@ OWN = {
     "woodbury.GaussNewton": Peer("woodbury.GaussNewton", _own_step("smw-gn"), "smw-gn"),
     "woodbury.NaturalGradient": Peer("woodbury.NaturalGradient", _own_step("smw-ng"), "smw-ng"),
 }
-
-
 ALL = OWN | PEERS
 
 

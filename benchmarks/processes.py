@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
-from benchmarks.common import Command, Network, Step, add_quick, say, table
-from woodbury.optimizers import OPTIMIZERS
+from benchmarks.common import Command, Network, Step, add_quick, own_optimizer, say, table
 
 NETWORKS = {"mnist": Network((784, 500, 10), 256, 64), "cifar10": Network((3072, 400, 400, 10), 256, 64)}
 QUICK = {"tiny": Network((12, 8, 4), 16, 8)}
@@ -38,7 +37,7 @@ def _measure(rank: int, processes: int, folder: str, networks: dict[str, Network
     for (name, network), method in itertools.product(networks.items(), METHODS):
         batch = [whole.tensor_split(processes)[rank] for whole in network.batch()]
         share = network.curvature_samples / network.samples if method == "smw-gn" else 1.0
-        optimizer = OPTIMIZERS[method](network.build(), network.loss(), lr=0.1, curvature_samples=share)
+        optimizer = own_optimizer(method, network, curvature_samples=share)
         group = optimizer._problems.group
         for _ in range(3):
             optimizer.step(*batch)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.common import Batch, say
+from benchmarks.common import Batch, say, take_step
 from benchmarks.problems import CLASSIFICATION, PROBLEMS, Problem, Task
 from woodbury.experiments.files import DataError
 from woodbury.fit import fit
@@ -81,28 +81,19 @@ def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple
 
 def train_first_order(task: Task, loader: DataLoader[Batch], method: str, rate: float, epochs: int) -> None:
     """The usual loop with Adam or SGD: a constant rate, or one that decays linearly to 0 over all steps."""
-    parameters = task.model.parameters()
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD(parameters, rate, momentum=0.9) if method == SGD else torch.optim.Adam(parameters, rate)
-    )
+    make: Any = partial(torch.optim.SGD, momentum=0.9) if method == SGD else torch.optim.Adam
+    optimizer = make(task.model.parameters(), lr=rate)
     step, total = 0, epochs * len(loader)
     for _ in range(epochs):
-        for inputs, targets in loader:
+        for batch in loader:
             if method != ADAM_CONSTANT:
                 optimizer.param_groups[0]["lr"] = rate * (1 - step / total)
-            optimizer.zero_grad()
-            task.loss(task.model(inputs), targets).backward()
-            optimizer.step()
+            take_step(optimizer, task.model, task.loss, batch)
             step += 1
 
 
 def run(
-    problem: Problem,
-    task: Task,
-    method: str,
-    seed: int,
-    rate: float | None = None,
-    seconds: float | None = None,
+    problem: Problem, task: Task, method: str, seed: int, rate: float | None = None, seconds: float | None = None
 ) -> Record:
     """The record of one run, over all epochs of the problem or for so many seconds; an error is part of it."""
 
@@ -150,12 +141,8 @@ def equal_seconds(adam: Sequence[Record]) -> float:
 
 
 def run_problem(
-    problem: Problem,
-    seeds: Sequence[int],
-    methods: Sequence[str] = METHODS,
-    data_dir: Path | None = None,
+    problem: Problem, seeds: Sequence[int], methods: Sequence[str] = METHODS, data_dir: Path | None = None
 ) -> list[Record]:
-    """The records of these methods and seeds."""
     rates = {ADAM_CONSTANT: (1e-3,), ADAM: problem.adam_rates, SGD: problem.sgd_rates}
     pairs = [(method, rate) for method in rates if method in methods for rate in rates[method]]
     task = problem.make(0, data_dir)

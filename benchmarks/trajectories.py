@@ -93,8 +93,7 @@ def tokens() -> Problem:
 
 def _residuals(laplacian: Callable[..., Any], model: nn.Module, points: Tensor) -> Tensor:
     value, gradient, bend = laplacian(model, points)
-    residuals: Tensor = bend + value * gradient[..., 0] + torch.sin(3.0 * points[:, :1])
-    return residuals
+    return bend + value * gradient[..., 0] + torch.sin(3.0 * points[:, :1])
 
 
 def equation(count: int) -> Problem:
@@ -144,10 +143,7 @@ STEPS: dict[str, Callable[[Problem], Settings]] = {
 }
 _PLAIN = ("GaussNewton", "NaturalGradient")
 _BLOCKS = ("GaussNewton blocks='layer'", "NaturalGradient blocks='layer'")
-_EQUATION = (
-    *("GaussNewton", "GaussNewton damping=0.01", "GaussNewton relative", "GaussNewton momentum=0.9"),
-    "NaturalGradient",
-)
+_EQUATION = (*_PLAIN, "GaussNewton damping=0.01", "GaussNewton relative", "GaussNewton momentum=0.9")
 # By problem: an optimizer and its settings.
 CASES: dict[str, Sequence[str]] = {
     "mlp": (
@@ -253,12 +249,8 @@ def run_all(steps: Sequence[int], only: Sequence[str], start: int) -> dict[tuple
 
 # -- operations -----------------------------------------------------------------------------------------------
 
-OPERATIONS = {
-    "plain": "",
-    "momentum": "momentum=0.9",
-    "memory, adam, momentum": "memory=3 metric='adam' momentum=0.9",
-    "search": "search",
-}
+OPERATIONS = {"plain": "", "momentum": "momentum=0.9", "search": "search"}
+OPERATIONS["memory, adam, momentum"] = "memory=3 metric='adam' momentum=0.9"
 
 
 class _Counter(TorchDispatchMode):

@@ -161,10 +161,7 @@ def _places(tree: Any, samples: int, path: str = "") -> Iterator[tuple[str, Any]
 
 
 def take(tree: Any, index: Tensor, samples: int) -> Any:
-    """The samples at `index` of every entry of the tree that has a sample axis.
-
-    Raises for an object of which the samples cannot be chosen.
-    """
+    """The samples at `index` of every entry of the tree that has some; raises where they cannot be chosen."""
 
     def select(leaf: Any) -> Any:
         if not has_samples(leaf, samples):

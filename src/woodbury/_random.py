@@ -68,10 +68,8 @@ class Orders:
             orders = torch.stack([order for order, _ in drawn]).to(device, non_blocking=True).unbind()
             states = [state, *(after for _, after in drawn)]
             self._kind = kind
-            self._known = {
-                id(before): (before, before._version, order, after)
-                for before, order, after in zip(states, orders, states[1:], strict=False)
-            }
+            drawings = zip(states, orders, states[1:], strict=False)
+            self._known = {id(own): (own, own._version, order, after) for own, order, after in drawings}
             known = self._known[id(state)]
         return known[2:]
 
@@ -87,19 +85,27 @@ _AHEAD, _MAX_NUMBERS = 16, 2**16  # permutations drawn at once, and numbers in t
 
 
 def snapshot(device: torch.device) -> Snapshot:
-    """The global random state now."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return Snapshot(torch.get_rng_state(), cuda, device, python.getstate(), _numpy_state())
 
 
 def restore(state: Snapshot) -> None:
-    """Put the global random state back."""
     torch.set_rng_state(state.cpu)
     if state.cuda is not None:
         torch.cuda.set_rng_state(state.cuda, state.device)
     python.setstate(state.python)
     if state.numpy is not None and state.numpy is not _numpy_state():
         sys.modules["numpy.random"].set_state(state.numpy)
+
+
+@contextmanager
+def kept(device: torch.device) -> Iterator[Snapshot]:
+    """Inside, random numbers may be drawn: the state afterwards is the one before, which is given."""
+    before = snapshot(device)
+    try:
+        yield before
+    finally:
+        restore(before)
 
 
 def as_plain(state: Snapshot) -> dict[str, Any]:
@@ -118,7 +124,6 @@ def from_plain(values: Mapping[str, Any], device: torch.device) -> Snapshot:
 
 
 def drawn_since(state: Snapshot) -> bool:
-    """Whether random numbers were drawn since a snapshot was taken."""
     return not _same(snapshot(state.device), state)
 
 
@@ -165,10 +170,7 @@ def _numpy_state() -> tuple[Any, ...] | None:
 
 
 def replayed(state: Snapshot | None) -> AbstractContextManager[None]:
-    """Inside, random numbers repeat from `state` (dropout masks agree); the state afterwards is that before.
-
-    With None nothing repeats.
-    """
+    """Inside, random numbers repeat from `state`, unless it is None; the state afterwards is that before."""
     return _NOTHING if state is None else _replayed(state)
 
 

@@ -45,7 +45,6 @@ class Space:
         return base
 
     def vector(self, flat: Tensor) -> Vector:
-        """The vector of a flat tensor."""
         return Vector(self, flat)
 
     def zeros(self, like: Tensor) -> Vector:
@@ -54,11 +53,8 @@ class Space:
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a flat tensor, by name."""
-        pieces = flat.split_with_sizes(self.sizes)
-        return {
-            name: piece if len(shape) == 1 else piece.view(shape)
-            for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
-        }
+        pairs = zip(self.shapes.items(), flat.split_with_sizes(self.sizes), strict=True)
+        return {name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in pairs}
 
 
 @lru_cache(256)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -63,9 +63,7 @@ class Jet(Tensor):
         return [zeros.expand(-1, width, *wide) if part is None else part for part, width in pairs]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__ if func.__name__ != "__get__" else func.__self__.__name__
         if name in _PLAIN:
@@ -158,8 +156,7 @@ def _map_linearly(func: Function, *args: Any, constant: Any = torch.zeros_like, 
     columns = {id(jet): [() if part is None else part.unbind(1) for part in jet.parts] for jet in jets}
 
     def run(pick: Callable[[Tensor], Tensor]) -> Tensor:
-        result: Tensor = func(*_change(args, pick), **_change(kwargs, pick))
-        return result
+        return func(*_change(args, pick), **_change(kwargs, pick))
 
     def pick(degree: int, place: int, own: Tensor) -> Any:
         if not isinstance(own, Jet):
@@ -345,11 +342,8 @@ _FORWARD_MODE: WeakSet[nn.Module] = WeakSet()  # those that were found not to ru
 def run(module: nn.Module, jet: Jet) -> Jet:
     """What a module makes of a jet: by the rules, or else by nested forward mode."""
     kind = type(module)
-    if (
-        getattr(kind, "forward", None) is nn.Sequential.forward
-        and "forward" not in vars(module)
-        and _is_plain(module)
-    ):
+    is_sequence = getattr(kind, "forward", None) is nn.Sequential.forward and "forward" not in vars(module)
+    if is_sequence and _is_plain(module):
         for child in module._modules.values():  # `children` leaves out one that is used again
             assert child is not None
             jet = run(child, jet)
@@ -399,9 +393,7 @@ def run_layer(module: nn.Module, forward: Function, *args: Any, **kwargs: Any) -
 class _BiasOfValue(TorchFunctionMode):
     """Inside, F.linear adds b to the first position alone: W v_i + b - b would lose the digits of W v_i."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.linear or args[2] is None:
             return func(*args, **(kwargs or {}))
         inputs, weight, bias = args

@@ -159,9 +159,8 @@ class _Chosen:
         at: dict[Index, tuple[Tensor, ...]] = {(): tuple(values)}
         for degree, level in enumerate(self.levels):
             columns = zip(*(own[degree].unbind(1) for own in parts), strict=True)
-            at |= {
-                index: tuple(_factorial(index) * c for c in own) for index, own in zip(level, columns, strict=True)
-            }
+            for index, own in zip(level, columns, strict=True):
+                at[index] = tuple(_factorial(index) * c for c in own)
 
         def derive(index: Index) -> Tensor:
             g: Function = lambda own: function(*own)  # noqa: E731

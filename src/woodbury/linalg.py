@@ -39,8 +39,7 @@ def factor_cholesky(matrix: Tensor) -> tuple[Tensor, Truth]:
 def reciprocal_condition(lower: Tensor) -> float:
     """A bound from above on lmin / lmax of L L^T: (min L_ii / max L_ii)^2, the least of all blocks."""
     pivots = lower.diagonal(dim1=-2, dim2=-1)
-    smallest: float = (pivots.amin(-1) / pivots.amax(-1)).min().item()
-    return smallest**2
+    return (pivots.amin(-1) / pivots.amax(-1)).min().item() ** 2
 
 
 def solve_factored(lower: Tensor, rhs: Tensor) -> Tensor:
@@ -139,8 +138,7 @@ def minimize_nonnegative(matrix: Tensor, linear: Tensor, ridge: float) -> Tensor
     systems = torch.where(pairs, matrix, outside.to(matrix))
     c = torch.linalg.solve(systems, torch.where(supports, linear, 0.0))
     gains = (c @ linear).masked_fill(~(c >= 0).all(1), -torch.inf)  # twice what each takes off
-    best: Tensor = c[gains.argmax()] * inverse
-    return best
+    return c[gains.argmax()] * inverse
 
 
 @cache
@@ -223,7 +221,6 @@ _SMALL = 128  # up to here one operation on the whole matrix costs less than sev
 
 
 def sum_of_squares(values: Tensor) -> Scalar:
-    """The sum of squares of all values."""
     if values.is_cuda:  # one kernel, where a dot product takes two
         norm = scalar(torch.linalg.vector_norm(values))
         return norm * norm

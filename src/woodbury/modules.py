@@ -95,7 +95,7 @@ def _columns(values: Any) -> Tensor:
     values = torch.as_tensor(values, dtype=torch.float64 if isinstance(values, list) else None).detach()
     if not values.dim() or not len(values):
         raise ValueError(f"Scale needs samples (n, columns), got the shape {tuple(values.shape)}")
-    columns: Tensor = values.flatten(0, -2) if values.dim() > 1 else values
+    columns = values.flatten(0, -2) if values.dim() > 1 else values
     bad = (~torch.isfinite(columns)).reshape(len(columns), -1).any(0).nonzero().flatten().tolist()
     if bad:
         raise ValueError(f"Scale: nan or inf in column {', '.join(map(str, bad[:10]))}")

@@ -123,5 +123,5 @@ class PINN(PhysicsInformedSingleModelSolver):
                     found = self.forward(labelled)
             finally:
                 self._params = before
-        result: Tensor = found.as_subclass(Tensor)
+        result = found.as_subclass(Tensor)
         return result if follow else result.detach()

@@ -20,10 +20,7 @@ from woodbury.losses.factors import Factor
 def jacobian_products(
     outputs: Tensor, parameters: Mapping[str, Tensor]
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """The function v -> J v for outputs attached to the graph, by differentiating J^T u in u.
-
-    Entries that v lacks count as zero.
-    """
+    """v -> J v for outputs attached to the graph, by differentiating J^T u in u; what v lacks counts as zero."""
     with torch.enable_grad():
         probe = torch.zeros_like(outputs, requires_grad=True)
         transposed = torch.autograd.grad(
@@ -44,9 +41,8 @@ def jacobian_products(
 
 def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], weights: Tensor) -> Parts:
     """J^T w for outputs attached to the graph."""
-    grads = torch.autograd.grad(
-        outputs, list(parameters.values()), weights, retain_graph=True, materialize_grads=True
-    )
+    own = list(parameters.values())
+    grads = torch.autograd.grad(outputs, own, weights, retain_graph=True, materialize_grads=True)
     return dict(zip(parameters, grads, strict=True))
 
 
@@ -82,10 +78,8 @@ class FactorProducts:
 def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None) -> Tensor:
     """The loss module's own value; targets None means zeros, and those of GaussianNLLLoss hold its variances."""
     if isinstance(loss, nn.GaussianNLLLoss) and targets is not None:
-        value: Tensor = loss(outputs, *targets.unbind(1))
-    else:
-        value = loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
-    return value
+        return loss(outputs, *targets.unbind(1))
+    return loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
 
 
 def is_sum(loss: nn.Module) -> bool:
@@ -125,11 +119,10 @@ def relative_residual(
     with torch.enable_grad():
         value = loss_of(loss, outputs, targets)
         grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)
+        curved = outputs[: batch.curvature]
+    push = jacobian_products(curved, parameters)
     if targets is not None:
         targets = targets[: batch.curvature]
-    with torch.enable_grad():
-        curved = outputs[: batch.curvature]
-        push = jacobian_products(curved, parameters)
     image: Parts = {}
     for block in blocks:
         weights = at_outputs(loss, curved, targets, push({name: vector[name] for name in block}))

@@ -71,7 +71,6 @@ class Rows:
         self.forms = forms
         self.row_count = row_count
         self.scale = scale
-        self._names = plan.owned
         self._written: Tensor | None = None  # U itself, where `curvature` has written it out
 
     def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:
@@ -150,7 +149,7 @@ class Rows:
 
     def _scales_of(self, block: str, scales: Scales) -> Scales:
         """The scales of a block's parameters, by their own names."""
-        return None if scales is None else {own: scales[full] for own, full in self._names[block].items()}
+        return None if scales is None else {own: scales[full] for own, full in self.plan.owned[block].items()}
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """U v, (r,), for a vector v by parameter name (the paper's J theta_1)."""
@@ -161,7 +160,7 @@ class Rows:
     def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
         """The terms of `matvec`, one per layer."""
         terms = [
-            form.matvec({own: vector[full] for own, full in self._names[name].items()})
+            form.matvec({own: vector[full] for own, full in self.plan.owned[name].items()})
             for name, form in self.forms.items()
         ]
         return terms if self.scale == 1.0 else [term * self.scale for term in terms]
@@ -174,7 +173,7 @@ class Rows:
         for index, (name, form) in enumerate(self.forms.items()):
             own = coefficients[index] if coefficients.dim() == 2 else coefficients
             for local, value in form.rmatvec(own).items():
-                result[self._names[name][local]] = value if self.scale == 1.0 else value * self.scale
+                result[self.plan.owned[name][local]] = value if self.scale == 1.0 else value * self.scale
         return self.plan.space.pack(result) if result else self.plan.space.zeros(coefficients)
 
     def dense(self) -> Tensor:
@@ -299,15 +298,7 @@ def rows(
             return columns, 1.0
         return columns, float(kind.divisor(check_term_count(rule.count(loss, prepared)), n))
 
-    return capture_rows(
-        model,
-        inputs,
-        targets=targets,
-        columns_of=columns_of,
-        forward=forward,
-        fallback=fallback,
-        max_bytes=max_bytes,
-    )
+    return capture_rows(model, inputs, targets, columns_of, forward, fallback, max_bytes)
 
 
 def unit_columns(captured: GraphCapture) -> Tensor:
@@ -366,11 +357,9 @@ def kernel(
         model, forward, fallback, max_bytes: as in `woodbury.rows`.
         x1, x2: inputs of n1 and n2 samples.
     """
-    first = rows(model, None, x1, forward=forward, fallback=fallback, max_bytes=max_bytes)
-    n1 = check_batch(x1, None)
-    if x2 is None:
-        K, n2 = first.gram(), n1
-    else:
-        n2 = check_batch(x2, None)
-        K = first.gram(rows(model, None, x2, forward=forward, fallback=fallback, max_bytes=max_bytes))
+    x2 = x1 if x2 is None else x2
+    settings: dict[str, Any] = {"forward": forward, "fallback": fallback, "max_bytes": max_bytes}
+    first = rows(model, None, x1, **settings)
+    K = first.gram(first if x2 is x1 else rows(model, None, x2, **settings))
+    n1, n2 = check_batch(x1, None), check_batch(x2, None)
     return K.reshape(n1, K.shape[0] // n1, n2, K.shape[1] // n2)

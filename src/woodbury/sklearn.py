@@ -213,8 +213,7 @@ class LMClassifier(ClassifierMixin, _LMEstimator):
 
 
 def _weighted_outputs(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    outputs: Tensor = model(inputs[0]) * inputs[1]
-    return outputs
+    return model(inputs[0]) * inputs[1]
 
 
 def _network(widths: Sequence[int], seed: int) -> nn.Sequential:

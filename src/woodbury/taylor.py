@@ -21,9 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-def derivatives_along(
-    function: Callable[[Any], Any], point: Any, direction: Any, order: int = 2
-) -> tuple[Any, ...]:
+def derivatives_along(function: Callable[..., Any], point: Any, direction: Any, order: int = 2) -> tuple[Any, ...]:
     """f, f'[d], f''[d, d] and so on at a point, for tensors or nestings of tensors."""
 
     def raised(lower: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
@@ -40,12 +38,8 @@ def derivatives_along(
         return push(point)
 
 
-_WRONG = frozenset(
-    (
-        *("instance_norm", "det", "linalg_det", "logdet", "slogdet", "linalg_slogdet"),
-        *("linalg_solve", "linalg_solve_ex"),
-    )
-)
+_WRONG = {"instance_norm", "det", "linalg_det", "logdet", "slogdet", "linalg_slogdet"}
+_WRONG |= {"linalg_solve", "linalg_solve_ex"}
 
 
 class Corrected(TorchFunctionMode):
@@ -54,9 +48,7 @@ class Corrected(TorchFunctionMode):
     Operations in place get copies of their operands.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
             args = (*args[:1], *(own.clone() if isinstance(own, Tensor) else own for own in args[1:]))

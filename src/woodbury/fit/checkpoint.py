@@ -27,7 +27,10 @@ class Checkpoint:
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"fit: checkpoint={str(path)!r}: there is no folder {str(self.path.parent)!r}")
         if self.path.exists():
-            _check_is_ours(self.path)
+            with self.path.open("rb") as file:
+                is_ours = file.read(64).startswith(f"woodbury {KIND} ".encode())
+            if not is_ours:
+                raise ValueError(f"fit: checkpoint={str(path)!r} is a file of another kind: choose another name")
 
     def is_due(self, now: float) -> bool:
         return now - self._written >= INTERVAL
@@ -43,13 +46,6 @@ class Checkpoint:
         except OSError as error:
             message = f"fit: checkpoint={str(self.path)!r} cannot be written ({error}); the fit goes on without"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _check_is_ours(path: Path) -> None:
-    """Raise rather than write over a file of another kind."""
-    with path.open("rb") as file:
-        if not file.read(64).startswith(f"woodbury {KIND} ".encode()):
-            raise ValueError(f"fit: checkpoint={str(path)!r} is a file of another kind: choose another name")
 
 
 def read_checkpoint(path: Where) -> dict[str, Any]:

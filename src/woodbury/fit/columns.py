@@ -56,5 +56,4 @@ def _far_columns(columns: Tensor) -> list[int]:
     half, center, is_spread = (high - low) / 2, (high + low) / 2, (middle > low) & (middle < high)
     is_far = (half < NARROWEST) | (center.abs() > FARTHEST * half)
     is_wide = columns.std(0, correction=0) > WIDEST
-    far: list[int] = (is_spread & is_far | is_wide).nonzero().flatten().tolist()
-    return far
+    return (is_spread & is_far | is_wide).nonzero().flatten().tolist()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from woodbury._choice import check_whole_number, part_named
+from woodbury.fit import sources
 from woodbury.fit.checkpoint import Where
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.evidence import EvidenceRun
@@ -19,20 +20,7 @@ from woodbury.fit.precise import DEFAULT_STEPS, PATIENCE, PreciseRun
 from woodbury.fit.result import Fit
 from woodbury.fit.run import PLAIN, SEARCH, Callback, Metric, Run, Validation
 from woodbury.fit.solving import SolvingRun
-from woodbury.fit.sources import (
-    Conversion,
-    Data,
-    Draw,
-    Drawn,
-    MiniBatches,
-    as_pair,
-    as_tensors,
-    check_learnable,
-    check_same_columns,
-    drawing,
-    is_batches,
-    split_off,
-)
+from woodbury.fit.sources import Conversion, Data, Draw, Drawn, MiniBatches, as_pair, is_batches
 from woodbury.fit.training import DEFAULT_EPOCHS, TrainingRun, is_by_time, training_optimizer
 from woodbury.losses.rules import as_module
 from woodbury.model.capture import call_model
@@ -150,7 +138,7 @@ def fit(
     check_model_and_loss(model, criterion)
     convert, kind = Conversion.to(model), "Equations"
     if not isinstance(loss, Equations):
-        data, validation = as_tensors(data, convert), as_tensors(validation, convert)
+        data, validation = sources.as_tensors(data, convert), sources.as_tensors(validation, convert)
         kind = "a loader" if is_batches(data) else "a function that draws samples" if callable(data) else "a pair"
     of_loaders = {"epochs": epochs, "record": record, "memory": memory, "epoch_callback": epoch_callback}
     of_loaders["curvature_samples"] = None if curvature_samples == "auto" else curvature_samples
@@ -187,7 +175,7 @@ def fit(
         else:
             if samples is not None:
                 check_whole_number("fit: samples", samples, least=1)
-            terms = loss if isinstance(loss, Equations) else drawing(data, convert)
+            terms = loss if isinstance(loss, Equations) else sources.drawing(data, convert)
             source = _source(model, criterion, terms, forward, points)
             judged = _validation(validation, patience or PATIENCE)
             if judged is not None:
@@ -201,27 +189,19 @@ def fit(
 
 
 def _fit_pair(
-    model: nn.Module,
-    loss: nn.Module,
-    data: Any,
-    settings: dict[str, Any],
-    *,
-    validation: Any,
-    patience: int | None,
-    **shared: Any,
+    model: nn.Module, loss: nn.Module, data: Any, settings: Any, validation: Any, patience: Any, **shared: Any
 ) -> Run:
-    """A fit to data that is used whole."""
     run: Run
     by_evidence = settings["weight_decay"] == "evidence"
     pair, split = as_pair(data, "data must be a function draw(count), a loader, or a pair"), None
     if isinstance(validation, int | float):
-        pair, validation, split = split_off(pair, validation, settings["seed"] or 0)
+        pair, validation, split = sources.split_off(pair, validation, settings["seed"] or 0)
     elif validation is not None:
         validation = as_pair(validation, "beside a pair validation must be a share of it (0.2), or a pair")
     if validation is not None:
-        check_same_columns(pair, validation)
+        sources.check_same_columns(pair, validation)
     if validation is not None or by_evidence:
-        check_learnable(pair)
+        sources.check_learnable(pair)
     shared["validation"] = _validation(validation, patience or PATIENCE)
     if by_evidence:
         for name, value in (("patience", patience), ("metric", settings["metric"])):

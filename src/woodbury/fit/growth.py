@@ -20,6 +20,7 @@ from torch import Tensor
 
 from woodbury import _batch, _random
 from woodbury.fit.sources import Data
+from woodbury.model.buffers import Buffers, changing_buffers
 from woodbury.optim import GaussNewton
 from woodbury.products import loss_of
 
@@ -74,24 +75,19 @@ class Growth:
 
 def gradients_of_halves(optimizer: GaussNewton, batch: Data) -> tuple[Tensor, Tensor] | None:
     """g_a and g_b of the two halves of a batch, by autograd; None for a single sample. Nothing changes."""
-    inputs, targets = batch
-    samples = _batch.sample_count(inputs)
+    samples = _batch.sample_count(batch[0])
     half = samples // 2
     if not half:
         return None
-    parameters = [own for group in optimizer.param_groups for own in group["params"]]
-    buffers = [(own, own.clone()) for own in optimizer.model.buffers()]
-    random, gradients = _random.snapshot(parameters[0].device), []
+    model, parameters = optimizer.model, [own for group in optimizer.param_groups for own in group["params"]]
+    buffers, gradients = Buffers(changing_buffers(model), {}), []
     try:
-        for window in (slice(0, half), slice(half, 2 * half)):
-            own = _batch.part(inputs, window, samples), None if targets is None else targets[window]
-            with torch.enable_grad():
-                loss = loss_of(optimizer.loss, optimizer.forward(optimizer.model, own[0]), own[1])
+        with _random.kept(parameters[0].device), torch.enable_grad():
+            for window in (slice(0, half), slice(half, 2 * half)):
+                inputs, targets = _batch.part(batch, window, samples)
+                loss = loss_of(optimizer.loss, optimizer.forward(model, inputs), targets)
                 slopes = torch.autograd.grad(loss, parameters, allow_unused=True)
-            gradients.append(torch.cat([slope.flatten() for slope in slopes if slope is not None]))
+                gradients.append(torch.cat([slope.flatten() for slope in slopes if slope is not None]))
     finally:
-        _random.restore(random)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        buffers.put_back()
     return gradients[0], gradients[1]

@@ -33,6 +33,7 @@ from woodbury.products import loss_of
 
 PLAIN = LevenbergMarquardt(initial=0.1, boost=3.0, drop=1 / 3, floor=1e-12, relative=True)  # of plain steps
 Callback = Callable[[Fit], Any]
+Resume = Fit | Mapping[str, Any] | Where | None
 SEARCH = ("length", "share", "bent", "accepted")  # what the history has of steps with a search
 Metric = Callable[[Tensor, "Tensor | None"], Any]  # (outputs, targets) -> a number
 _NEEDED = {"kind", "end", "random", "parameters", "optimizer", "best", "steps", "seconds", "samples", "history"}
@@ -119,12 +120,7 @@ class Run(ABC):
         record = self.fit.history[-1]
         return f"length {record['length']:.3g} ({'bent' if record['bent'] else 'straight'})", 0.0
 
-    def go(
-        self,
-        progress: Progress | None,
-        checkpoint: Where | None = None,
-        resume: Fit | Mapping[str, Any] | Where | None = None,
-    ) -> Fit:
+    def go(self, progress: Progress | None, checkpoint: Where | None = None, resume: Resume = None) -> Fit:
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
         file = self._open(checkpoint, resume)
         if self.data is not None:
@@ -136,7 +132,7 @@ class Run(ABC):
         except Exception as error:
             raise of_all(error) from error.__cause__
 
-    def _open(self, checkpoint: Where | None, resume: Fit | Mapping[str, Any] | Where | None) -> Checkpoint | None:
+    def _open(self, checkpoint: Where | None, resume: Resume) -> Checkpoint | None:
         """Take up what there is, read by the first process; errors of one process are those of all."""
         resume = resume.state_dict() if isinstance(resume, Fit) else resume
         group, has_path = self.group, not (resume is None or isinstance(resume, Mapping))
@@ -389,9 +385,8 @@ class Run(ABC):
 
 
 def _check_same_model(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    if set(values) != set(own):
-        odd = sorted(set(own) ^ set(values))[0]
-        raise ValueError(f"fit: resume is of another model: parameter {odd!r} is not in both")
+    if odd := sorted(set(own) ^ set(values)):
+        raise ValueError(f"fit: resume is of another model: parameter {odd[0]!r} is not in both")
     for name, value in values.items():
         if value.shape != own[name].shape:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
@@ -81,10 +82,7 @@ class Conversion:
             message = f"fit: data of {names} is converted to {self.dtype}, as the model has it"
             warnings.warn(message, stacklevel=level_of_caller())
             self.is_said = True
-        inputs, targets = pytree.tree_map_only(
-            Tensor, lambda own: own.to(self.dtype) if own.dtype in others else own, pair
-        )
-        return inputs, targets
+        return pytree.tree_map_only(Tensor, lambda own: own.to(self.dtype) if own.dtype in others else own, pair)
 
 
 @dataclass
@@ -111,10 +109,8 @@ class MiniBatches:
                 f"fit: {type(self.loader).__name__} can be gone through once only: pass something that can be "
                 "gone through again and again, as a DataLoader or a list of batches"
             )
-        try:
+        with suppress(TypeError):  # of a stream, whose first epoch tells
             self.length = len(self.loader)  # type: ignore[arg-type]
-        except TypeError:  # a stream: the first epoch tells
-            self.length = None
 
     @property
     def epochs(self) -> float:
@@ -135,8 +131,9 @@ class MiniBatches:
             return self._nothing, 0
         batch, count = self._take(), 1
         while count < most and self._ahead is not None:
+            sizes = [_batch.sample_count(own[0]) for own in (batch, self._ahead)]
             try:
-                batch = _joined(batch, self._ahead)
+                batch = _batch.join([batch, self._ahead], sizes)
             except ValueError:  # a step of its own
                 break
             self._take()
@@ -192,8 +189,7 @@ class MiniBatches:
         assert batch is not None
         self._read()
         if self._ahead is None:
-            samples = _batch.sample_count(batch[0])
-            self._nothing = _batch.part(batch[0], slice(0), samples), None if batch[1] is None else batch[1][:0]
+            self._nothing = _batch.part(batch, slice(0), _batch.sample_count(batch[0]))
         self.taken += 1
         return batch
 
@@ -222,13 +218,6 @@ def _generators(loader: Any) -> list[torch.Generator]:
     owners = loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     found = [getattr(own, "generator", None) for own in owners]
     return [own for own in found if isinstance(own, torch.Generator)]
-
-
-def _joined(first: Data, second: Data) -> Data:
-    """One batch of two; ValueError where they do not fit together."""
-    sizes = [_batch.sample_count(own[0]) for own in (first, second)]
-    inputs = _batch.join([first[0], second[0]], sizes)
-    return inputs, _batch.join([first[1], second[1]], sizes)
 
 
 def as_pair(batch: Any, what: str) -> Data:

@@ -188,7 +188,6 @@ def training_optimizer(
     metric: str | None = "auto",
     **settings: Any,
 ) -> GaussNewton:
-    """The optimizer of a training run."""
     plain = _is_plain(model)
     if memory is None:
         memory = 0 if by_time or plain else MEMORY

@@ -7,14 +7,5 @@ from woodbury.layers.rules import layer_rule, register_layer
 from woodbury.layers.shared import EmbeddingRows, SharedRows
 from woodbury.layers.sums import SumRows
 
-__all__ = [
-    "EmbeddingRows",
-    "ExplicitRows",
-    "Layout",
-    "OuterRows",
-    "RowForm",
-    "SharedRows",
-    "SumRows",
-    "layer_rule",
-    "register_layer",
-]
+__all__ = ["EmbeddingRows", "ExplicitRows", "Layout", "OuterRows", "RowForm", "SharedRows", "SumRows"]
+__all__ += ["layer_rule", "register_layer"]

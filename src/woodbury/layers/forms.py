@@ -126,9 +126,7 @@ class RowForm(ABC):
     def in_units(self, units: Units) -> RowForm:
         """U diag(s): the rows in other units of the parameters."""
         entries = {name: torch.outer(*own) if len(own) == 2 else own[0] for name, own in units.items()}
-        return ExplicitRows(
-            {name: rows * entries[name].view(rows.shape[1:]) for name, rows in self.dense().items()}
-        )
+        return ExplicitRows({name: own * entries[name].view(own.shape[1:]) for name, own in self.dense().items()})
 
     def factored_sum(self, coefficients: Tensor) -> OuterSum | None:
         """U^T c for coefficients (r,), if the outputs of the layer at theta + U^T c follow from its factors."""
@@ -184,11 +182,9 @@ class WeightRows(RowForm):
     def restrict(self, names: Collection[str]) -> RowForm:
         if all(name in names for name in self.parameters):
             return self
-        kept = {
-            side: own if own in names else None for side, own in (("weight", self.weight), ("bias", self.bias))
-        }
-        restricted: RowForm = replace(self, **kept)  # type: ignore[type-var]
-        return restricted
+        sides = {"weight": self.weight, "bias": self.bias}
+        kept = {side: own if own in names else None for side, own in sides.items()}
+        return replace(self, **kept)  # type: ignore[type-var]
 
     def in_units(self, units: Units) -> RowForm:
         sides = () if self.weight is None else units[self.weight]
@@ -267,9 +263,7 @@ class ExplicitRows(RowForm):
         return torch.stack(products).sum(0)
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
-        return {
-            name: torch.tensordot(coefficients.to(rows.dtype), rows, dims=1) for name, rows in self.rows.items()
-        }
+        return {name: torch.tensordot(coefficients.to(own.dtype), own, dims=1) for name, own in self.rows.items()}
 
     def dense(self) -> dict[str, Tensor]:
         return dict(self.rows)

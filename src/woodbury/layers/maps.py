@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury._process import ForAllThreads
 from woodbury.layers.positions import own_outputs
-from woodbury.layers.rules import register_layer
+from woodbury.layers.rules import rule_of
 from woodbury.layers.sums import Place, whole_parameter
 
 # Inside, attention is computed by kernels that can be differentiated twice, and mapped: torch's fused ones cannot.
@@ -48,13 +48,9 @@ Report = Callable[..., None]
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 
 
-@register_layer(nn.MultiheadAttention, parameters=PROJECTIONS)
-@register_layer(nn.LSTM, parameters=_IN_LAYERS)
-@register_layer(nn.GRU, parameters=_IN_LAYERS)
-@register_layer(nn.RNN, parameters=_IN_LAYERS)
-@register_layer(nn.LSTMCell, parameters=NAMES)
-@register_layer(nn.GRUCell, parameters=NAMES)
-@register_layer(nn.RNNCell, parameters=NAMES)
+@rule_of(nn.MultiheadAttention, parameters=PROJECTIONS)
+@rule_of(nn.LSTM, nn.GRU, nn.RNN, parameters=_IN_LAYERS)
+@rule_of(nn.LSTMCell, nn.GRUCell, nn.RNNCell, parameters=NAMES)
 def maps_inside(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Any:
     """Mark the layer: its rows are those of the linear maps inside it."""
     raise AssertionError(f"the rows of {type(layer).__name__} come from the linear maps inside it")
@@ -187,10 +183,7 @@ def recurrent_forward(
 def _run(
     layer: nn.Module, names: Mapping[int, str], report: Report, suffix: str, xs: Tensor, state: State
 ) -> tuple[list[Tensor], State]:
-    """The hidden states (n, features) of every step of xs (n, t, features), and the last state.
-
-    suffix is that of the names of the weights.
-    """
+    """The hidden states (n, features) of every step of xs (n, t, features), and the last state."""
     W_ih, W_hh, b_ih, b_hh = (getattr(layer, name + suffix, None) for name in NAMES)
     assert W_ih is not None and W_hh is not None
     backward = suffix.endswith("_reverse")

@@ -28,16 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from woodbury.layers.forms import (
-    Dtype,
-    RowForm,
-    Scales,
-    WeightRows,
-    add_onto,
-    add_own_product,
-    byte_limit,
-    windows,
-)
+from woodbury.layers.forms import Dtype, Scales, WeightRows, add_onto, add_own_product, byte_limit, windows
 
 ELEMENTWISE = 8  # an elementwise product out of cache costs about as much as 8 inside a matrix product
 
@@ -297,26 +288,24 @@ class PartRows(WeightRows):
                 self.add_gradient(total, part, window, contracted)
         return total
 
-    def within(self, max_bytes: int | None) -> RowForm:
+    def within(self, max_bytes: int | None) -> Self:
         return self if max_bytes is None else replace(self, max_bytes=max_bytes)
 
     def new_rows(self, *sizes: int, dtype: Dtype = None) -> Tensor:
         return self.parts[0].grads.new_zeros(row_count(self.parts), *sizes, dtype=dtype)
 
-    def head(self, row_count: int) -> RowForm:
+    def head(self, row_count: int) -> Self:
         inside = [(part, span) for part, span in spans(self.parts) if span.start < row_count]
         counts = [(min(row_count, span.stop) - span.start) // part.columns for part, span in inside]
         parts = [part.cut(slice(0, count)) for (part, _), count in zip(inside, counts, strict=True)]
         return replace(self, parts=tuple(parts))
 
     @staticmethod
-    def concatenate(forms: Sequence[Any]) -> RowForm:
-        joined: RowForm = replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
-        return joined
+    def concatenate(forms: Sequence[Any]) -> PartRows:
+        return replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
 
     @staticmethod
-    def join(forms: Sequence[Any]) -> RowForm:
+    def join(forms: Sequence[Any]) -> PartRows:
         """One form with the positions of all."""
         parts = zip(*(form.parts for form in forms), strict=True)
-        joined: RowForm = replace(forms[0], parts=tuple(Part.join(own) for own in parts))
-        return joined
+        return replace(forms[0], parts=tuple(Part.join(own) for own in parts))

@@ -25,8 +25,7 @@ from woodbury.layers.positions import Part, summed_products
 from woodbury.layers.shared import EmbeddingRows, SharedRows
 
 # (layer, input (n, ...), output gradients (n, k, ...)) -> rows
-Rule = Callable[[nn.Module, Any, Tensor], "RowForm | Mapping[str, Tensor]"]
-
+Rule = Callable[[Any, Any, Tensor], "RowForm | Mapping[str, Tensor]"]
 
 _RULES: dict[type[nn.Module] | str, tuple[Rule, frozenset[str] | None]] = {}  # with the parameters of each
 
@@ -58,6 +57,20 @@ def register_layer(
     return register
 
 
+WEIGHT_AND_BIAS = ("weight", "bias")  # the parameters of torch's own layers
+
+
+def rule_of(*kinds: type[nn.Module], parameters: Collection[str] = WEIGHT_AND_BIAS) -> Callable[[Rule], Rule]:
+    """`register_layer` for several of torch's own classes."""
+
+    def register(rule: Rule) -> Rule:
+        for kind in kinds:
+            register_layer(kind, parameters)(rule)
+        return rule
+
+    return register
+
+
 def layer_rule(layer: nn.Module, parameters: Collection[str]) -> Rule | None:
     """The rule for this layer and these of its parameters, or None.
 
@@ -74,9 +87,8 @@ def layer_rule(layer: nn.Module, parameters: Collection[str]) -> Rule | None:
 
 def _computes_as(kind: type, layer: nn.Module) -> bool:
     """Whether the layer has not replaced `forward` or a private method of `kind`."""
-    private = {name for name in dir(kind) if name.startswith("_") and not name.startswith("__")} - set(
-        dir(nn.Module)
-    )
+    names = set(dir(kind)) - set(dir(nn.Module))
+    private = [name for name in names if name.startswith("_") and not name.startswith("__")]
     methods = ["forward", *(name for name in private if isfunction(getattr(kind, name)))]
     own = vars(layer)
     return all(getattr(type(layer), name) is getattr(kind, name) and name not in own for name in methods)
@@ -91,20 +103,14 @@ def as_form(rows: RowForm | Mapping[str, Tensor]) -> RowForm:
     return rows
 
 
-WEIGHT_AND_BIAS = ("weight", "bias")  # the parameters of torch's own layers
-
-
-@register_layer(nn.Linear, parameters=WEIGHT_AND_BIAS)
-def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | SharedRows:
+@rule_of(nn.Linear)
+def linear_rows(layer: nn.Linear, inputs: Tensor, grads: Tensor) -> OuterRows | SharedRows:
     """z = W v + b: the row of column a at sample n is h_na v_n^T for W and h_na for b, summed over positions."""
     bias = None if layer.bias is None else "bias"
     if inputs.dim() == 2:
-        n, k, _ = grads.shape
-        return OuterRows(
-            inputs, grads.flatten(0, 1), Layout(((n, k),)), bias=bias, affine=has_own_parameters(layer)
-        )
+        layout = Layout(((len(grads), grads.shape[1]),))
+        return OuterRows(inputs, grads.flatten(0, 1), layout, bias=bias, affine=has_own_parameters(layer))
     _check_axes(inputs.dim() > 2, layer, inputs, "(n, ..., features)")
-    assert isinstance(layer.weight, Tensor)
     return sequence_rows(inputs, grads, layer.weight.shape, bias=bias)
 
 
@@ -135,16 +141,14 @@ def sequence_rows(
 
 
 @register_layer("transformers.pytorch_utils.Conv1D", parameters=WEIGHT_AND_BIAS)
-def turned_linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
+def turned_linear_rows(layer: Any, inputs: Tensor, grads: Tensor) -> SharedRows:
     """z = W^T v + b at every position, as GPT-2 has it: a Linear layer whose W is stored as (i, o)."""
-    assert isinstance(layer.weight, Tensor)
     return sequence_rows(inputs, grads, layer.weight.shape, swapped=True)
 
 
-@register_layer(nn.Bilinear, parameters=WEIGHT_AND_BIAS)
-def bilinear_rows(layer: nn.Module, inputs: tuple[Tensor, Tensor], grads: Tensor) -> SharedRows:
+@rule_of(nn.Bilinear)
+def bilinear_rows(layer: nn.Bilinear, inputs: tuple[Tensor, Tensor], grads: Tensor) -> SharedRows:
     """z_o = x^T W_o y + b_o: a Linear layer on the products x_i y_j, formed for a block of samples at a time."""
-    assert isinstance(layer, nn.Bilinear)
     n, width = grads.shape[0], layer.in1_features
     pairs = torch.cat(inputs, dim=-1).reshape(n, -1, width + layer.in2_features)
     columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
@@ -157,10 +161,9 @@ def _products(pairs: Tensor, width: int, window: slice) -> Tensor:
     return (left.unsqueeze(3) * right.unsqueeze(2)).flatten(2).unsqueeze(2)
 
 
-@register_layer(nn.Embedding, parameters=WEIGHT_AND_BIAS)
-def embedding_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> EmbeddingRows:
+@rule_of(nn.Embedding)
+def embedding_rows(layer: nn.Embedding, inputs: Tensor, grads: Tensor) -> EmbeddingRows:
     """z_s = W[x_s]: the row of W[x] is the sum of h_s over the positions s with x_s = x."""
-    assert isinstance(layer, nn.Embedding)
     n = inputs.shape[0]
     indices = inputs.reshape(n, -1).long()
     columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
@@ -190,18 +193,15 @@ def refused_option(module: nn.Module, trained: Collection[int]) -> str | None:
     return None
 
 
-@register_layer(nn.PReLU, parameters=WEIGHT_AND_BIAS)
-def prelu_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+@rule_of(nn.PReLU)
+def prelu_rows(layer: nn.PReLU, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
     """z = max(v, 0) + a min(v, 0): the row of a is sum_s h_s min(v_s, 0), one slope for all or one per channel."""
-    assert isinstance(layer, nn.PReLU)
     return _over_channels(layer, layer.weight.numel(), inputs.clamp(max=0), grads)
 
 
-@register_layer(nn.LayerNorm, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.RMSNorm, parameters=WEIGHT_AND_BIAS)
-def layer_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+@rule_of(nn.LayerNorm, nn.RMSNorm)
+def layer_norm_rows(layer: nn.LayerNorm | nn.RMSNorm, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
     """Normalised over the last axes, RMSNorm without centring, with one weight per entry of these."""
-    assert isinstance(layer, nn.LayerNorm | nn.RMSNorm)
     if inputs.dim() <= len(layer.normalized_shape):
         raise ValueError(
             f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)} and normalises over all of it, "
@@ -215,20 +215,16 @@ def layer_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str
     return {name: value.unflatten(2, tuple(layer.normalized_shape)) for name, value in rows.items()}
 
 
-@register_layer(nn.GroupNorm, parameters=WEIGHT_AND_BIAS)
-def group_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+@rule_of(nn.GroupNorm)
+def group_norm_rows(layer: nn.GroupNorm, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
     """Normalised over groups of channels, with one weight per channel."""
-    assert isinstance(layer, nn.GroupNorm)
     xhat = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
     return _over_channels(layer, xhat.shape[1], xhat, grads)
 
 
-@register_layer(nn.InstanceNorm1d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.InstanceNorm2d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.InstanceNorm3d, parameters=WEIGHT_AND_BIAS)
-def instance_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+@rule_of(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm_rows(layer: _InstanceNorm, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
     """Normalised over the positions of each channel, or by running statistics in eval mode if it has some."""
-    assert isinstance(layer, _InstanceNorm)
     axes = layer._get_no_batch_dim() + 1
     _check_axes(inputs.dim() == axes, layer, inputs, f"{axes} axes")
     if layer.training or not layer.track_running_stats:
@@ -238,12 +234,10 @@ def instance_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[
     return _over_channels(layer, xhat.shape[1], xhat, grads)
 
 
-@register_layer(nn.BatchNorm1d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.BatchNorm2d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.BatchNorm3d, parameters=WEIGHT_AND_BIAS)
-def batch_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+@rule_of(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+def batch_norm_rows(layer: _BatchNorm, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
     """Normalised by the running statistics in eval mode; in training mode `plan_layers` raises."""
-    assert isinstance(layer, _BatchNorm) and not layer.training and layer.running_mean is not None
+    assert not layer.training and layer.running_mean is not None
     xhat = F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=layer.eps)
     return _over_channels(layer, xhat.shape[1], xhat, grads)
 
@@ -272,18 +266,13 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
-@register_layer(nn.Conv1d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.Conv2d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.Conv3d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.ConvTranspose1d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.ConvTranspose2d, parameters=WEIGHT_AND_BIAS)
-@register_layer(nn.ConvTranspose3d, parameters=WEIGHT_AND_BIAS)
-def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
+@rule_of(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+@rule_of(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def convolution_rows(layer: Convolution | Transposed, inputs: Tensor, grads: Tensor) -> SharedRows:
     """Rows summed over the output positions; patches are cut out (im2col) for a block of samples at a time.
 
     A transposed convolution is one of the input with zeros in between (the stride), and the kernel reversed.
     """
-    assert isinstance(layer, Convolution | Transposed)
     axes = len(layer.kernel_size)
     _check_axes(inputs.dim() == axes + 2, layer, inputs, f"(n, channels, {axes} axes of positions)")
     # (n, k, g o, *positions) -> (n, k, s, g, o), a view
@@ -333,10 +322,8 @@ def spread_patches(layer: Transposed, size: Sequence[int], samples: Tensor, wind
     # Output position y holds x[q] W[u] wherever y = q stride - padding + u dilation.
     reach = [gap * (width - 1) for gap, width in zip(layer.dilation, layer.kernel_size, strict=True)]
     before = [length - pad for length, pad in zip(reach, layer.padding, strict=True)]
-    after = [
-        total + length - first - own
-        for total, length, first, own in zip(size, reach, before, lengths, strict=True)
-    ]
+    axes = zip(size, reach, before, lengths, strict=True)
+    after = [total + length - first - own for total, length, first, own in axes]
     sides = [side for pair in reversed(list(zip(before, after, strict=True))) for side in pair]
     spread = F.pad(spread, sides)  # a negative side cuts off
     for axis, (length, gap) in enumerate(zip(reach, layer.dilation, strict=True)):

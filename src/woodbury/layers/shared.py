@@ -178,7 +178,7 @@ class EmbeddingRows(PartRows):
         same, count = other.parts is self.parts, len(self.parts)
         parts = self.parts if same else (*self.parts, *other.parts)
         index_count, ranked = _renumber(parts, self.shape[0], self.padding)
-        own = replace(self, parts=ranked[:count], shape=(index_count, self.shape[1]))
+        own = replace(self, parts=ranked[:count], shape=(index_count, self.shape[1]), padding=None)
         return PartRows.gram_by_gradients(own, own if same else replace(own, parts=ranked[count:]), dtype)
 
     def write_gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
@@ -186,6 +186,8 @@ class EmbeddingRows(PartRows):
         numbers = part.columns * (indices.stop - indices.start + 1 + 3 * part.positions) * out.shape[-1]
         for window in windows(part.samples, self._byte_limit // out.element_size() // 8 // max(1, numbers)):
             x, h = part.read(window, out.dtype)
+            if self.padding is not None:
+                x = torch.where(x == self.padding, -1, x)  # in no chunk
             sums = _sums_by_index(x, h[:, :, :, 0, features], indices)
             out[row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums)
 
@@ -203,14 +205,8 @@ class EmbeddingRows(PartRows):
         total[self.weight].index_add_(0, indices.flatten(), values.flatten(0, 2))
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
-        rows = []
-        for part in self.parts:
-            for samples in self.sample_windows(part, dtype):
-                x, h = part.read(samples, dtype)
-                if self.padding is not None:
-                    x = torch.where(x == self.padding, -1, x)  # in no window
-                rows.append(_sums_by_index(x, h[:, :, :, 0], window).flatten(0, 1))
-        return torch.cat(rows)
+        width = self.shape[1]
+        return self.write_rows((window, slice(0, width)), dtype).unflatten(1, (-1, width))
 
 
 def _sums_by_index(indices: Tensor, columns: Tensor, window: slice) -> Tensor:
@@ -236,8 +232,6 @@ def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple
     if padding is not None:
         ranks = torch.where(flat == padding, -1, ranks)
     split = ranks.split([own.numel() for own in old_indices])
-    renumbered = [
-        replace(part, features=own.reshape(old.shape).__getitem__)
-        for part, own, old in zip(parts, split, old_indices, strict=True)
-    ]
+    triples = zip(parts, split, old_indices, strict=True)
+    renumbered = [replace(part, features=own.reshape(old.shape).__getitem__) for part, own, old in triples]
     return index_count, tuple(renumbered)

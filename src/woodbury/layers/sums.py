@@ -33,7 +33,6 @@ class Place(NamedTuple):
 
 
 def whole_parameter(name: str, shape: Sequence[int]) -> Place:
-    """All of a parameter."""
     return Place(name, 0, length_of(shape))
 
 
@@ -53,9 +52,8 @@ def sum_uses(uses: Sequence[Use], shapes: Mapping[str, torch.Size], max_bytes: i
     """The rows of a module's parameters, of these shapes, from all their uses."""
     merged = _merge(uses)
     form, places = merged[0]
-    if len(merged) == 1 and all(
-        place == whole_parameter(own, shapes.get(own, ())) for own, place in places.items()
-    ):
+    is_whole = all(place == whole_parameter(own, shapes.get(own, ())) for own, place in places.items())
+    if len(merged) == 1 and is_whole:
         return form
     return SumRows(tuple(merged), dict(shapes), max_bytes)
 

@@ -33,24 +33,10 @@ _CHOICES = 2  # of the sample axis that are tried: the first that may be it, and
 Slope = Tensor | float  # dz/dq, broadcast over z
 
 
-def _layer_norm_slope(node: Any, operand: int) -> Slope:
-    if operand == 2:
-        return 1.0
-    normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
-    return normalised
-
-
 def _addcmul_slope(node: Any, operand: int) -> Slope:
     if operand == 0:
         return 1.0
-    other: Tensor = node._saved_tensor2 if operand == 1 else node._saved_tensor1
-    return other * node._saved_value
-
-
-def _quotient_slope(node: Any, operand: int) -> Slope:
-    above, below = node._saved_self, node._saved_other
-    slope: Tensor = 1 / below if operand == 0 else -above / below.square()
-    return slope
+    return (node._saved_tensor2 if operand == 1 else node._saved_tensor1) * node._saved_value
 
 
 # A node, and which of its inputs q is -> dz/dq.
@@ -59,14 +45,18 @@ _SLOPES: dict[str, Callable[[Any, int], Slope]] = {
     "SubBackward0": lambda node, operand: 1.0 if operand == 0 else -float(node._saved_alpha),
     "RsubBackward0": lambda node, operand: -float(node._saved_alpha) if operand == 0 else 1.0,
     "MulBackward0": lambda node, operand: node._saved_other if operand == 0 else node._saved_self,
-    "DivBackward0": _quotient_slope,
+    "DivBackward0": lambda node, operand: (
+        1 / node._saved_other if operand == 0 else -node._saved_self / node._saved_other.square()
+    ),
     "AddcmulBackward0": _addcmul_slope,
     "WhereBackward0": lambda node, operand: node._saved_condition if operand == 0 else ~node._saved_condition,
     "MaskedFillBackward0": lambda node, operand: ~node._saved_mask,
     "MaskedFillBackward1": lambda node, operand: ~node._saved_mask if operand == 0 else node._saved_mask,
     "ExpandBackward0": lambda node, operand: 1.0,
     "RepeatBackward0": lambda node, operand: 1.0,
-    "NativeLayerNormBackward0": _layer_norm_slope,
+    "NativeLayerNormBackward0": lambda node, operand: (
+        1.0 if operand == 2 else (node._saved_input - node._saved_result1) * node._saved_result2
+    ),
 }
 
 
@@ -249,6 +239,4 @@ def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str
     except RuntimeError:  # changed in place since: the fallback, or an ordinary backward pass, has its own word
         return None
     key = (node.name(), operand, shape, inner, axes)
-    return Meeting(
-        GradientEdge(node, 0), source, parameters=names, shape=shape, inner=inner, axes=axes, slope=slope, key=key
-    )
+    return Meeting(GradientEdge(node, 0), source, names, shape, inner, axes, slope, key)

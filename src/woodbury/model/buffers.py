@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -37,6 +37,14 @@ class _Entry(NamedTuple):
     tensor: Tensor | None
     values: Tensor | None  # a copy; None for a large buffer that no pass has changed so far
 
+    @staticmethod
+    def of(holder: Holder, name: str, quiet: Container[int] = ()) -> _Entry:
+        """A buffer now, with a copy unless it is quiet."""
+        tensor = holder.get(name)
+        if tensor is None or id(tensor) in quiet:
+            return _Entry(holder, name, tensor, None)
+        return _Entry(holder, name, tensor, tensor.detach().clone())
+
     def put_back(self) -> None:
         self.holder[self.name] = self.tensor
         if self.tensor is not None and self.values is not None:
@@ -64,13 +72,7 @@ class Buffers:
     def __init__(self, holders: Sequence[Holder], quiet: dict[int, Tensor]) -> None:
         """quiet are the large buffers, by their id, that passes are known to leave alone; it gains some here."""
         self._quiet = quiet
-        self._before = [
-            _Entry(
-                holder, name, tensor, None if tensor is None or id(tensor) in quiet else tensor.detach().clone()
-            )
-            for holder in holders
-            for name, tensor in holder.items()
-        ]
+        self._before = [_Entry.of(holder, name, quiet) for holder in holders for name in holder]
         self._versions = [_version(entry.tensor) for entry in self._before]
         self._touched = False
         self._after: list[_Entry] | None = None  # those that a pass over the batch changes
@@ -103,11 +105,8 @@ class Buffers:
         return run
 
     def _note(self) -> None:
-        self._after = []
-        for index in self._changed():
-            holder, name, _, _ = self._before[index]
-            tensor = holder.get(name)
-            self._after.append(_Entry(holder, name, tensor, None if tensor is None else tensor.detach().clone()))
+        entries = [self._before[index] for index in self._changed()]
+        self._after = [_Entry.of(own.holder, own.name) for own in entries]
 
     def prepare(self, run: Callable[[], Any]) -> None:
         """Find out what an accepted step leaves; `run` makes a pass over the batch, if none was made so far."""

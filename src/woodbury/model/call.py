@@ -39,9 +39,8 @@ class Call:
 
     @property
     def inputs_intact(self) -> bool:
-        return all(
-            tensor._version == version for tensor, version in zip(self.arguments, self.versions, strict=False)
-        )
+        pairs = zip(self.arguments, self.versions, strict=False)
+        return all(tensor._version == version for tensor, version in pairs)
 
     @property
     def is_intact(self) -> bool:
@@ -142,24 +141,19 @@ class Notes:
         self._note(layer, (inputs,), outputs, places, is_map=True, factor=factor)
 
     def _note(
-        self,
-        layer: Layer,
-        arguments: tuple[Tensor, ...],
-        outputs: Tensor,
-        places: Mapping[str, Place],
-        **more: Any,
+        self, layer: Layer, tensors: tuple[Tensor, ...], outputs: Tensor, places: Mapping[str, Place], **more: Any
     ) -> None:
         """Add a call to `calls`; one that cannot be captured is left to the fallback, if there is one."""
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
         if constant or layer.name in self._plan.findings.uncapturable or layer.name in self.obstacles:
             return  # constant: called under torch.no_grad()
-        obstacle = self._obstacle(layer, arguments[0], outputs, places)
+        obstacle = self._obstacle(layer, tensors[0], outputs, places)
         if obstacle is not None:
             self._leave_out(layer, obstacle)
             return
-        versions = (*(tensor._version for tensor in arguments), outputs._version)
+        versions = (*(tensor._version for tensor in tensors), outputs._version)
         edge = get_gradient_edge(outputs)
-        self.calls.append(Call(layer, arguments, outputs, edge, versions, places, **more))
+        self.calls.append(Call(layer, tensors, outputs, edge, versions, places, **more))
 
     def _leave_out(self, layer: Layer, obstacle: str) -> None:
         """An error with this reason is raised where nothing else gives the rows of the layer."""

@@ -20,7 +20,7 @@ from woodbury import _random
 from woodbury._vector import Parts
 from woodbury.device import fingerprint
 from woodbury.jets import run_layer
-from woodbury.layers.forms import ExplicitRows, RowForm
+from woodbury.layers.forms import Dtype, ExplicitRows, RowForm
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
 from woodbury.model.bare import Bare, find_bare
@@ -34,8 +34,7 @@ from woodbury.products import jacobian_products, transposed_jacobian_product
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
     """The default forward: model(inputs)."""
-    outputs: Tensor = model(inputs)
-    return outputs
+    return model(inputs)
 
 
 @dataclass
@@ -178,9 +177,8 @@ class GraphCapture(Pass):
         if not edges:
             return []
         if columns.shape[1] == 1:
-            grads = torch.autograd.grad(
-                self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
-            )
+            seed = columns[:, 0]
+            grads = torch.autograd.grad(self.outputs, edges, seed, retain_graph=keep_graph, allow_unused=True)
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
         return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
 
@@ -324,10 +322,7 @@ def trial_needs_gradients(plan: Plan, forward: Forward) -> bool:
 
 @contextmanager
 def moved_model(plan: Plan, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Iterator[None]:
-    """Inside, `changes` are added to the parameters, and layers in `forwards` are computed by these functions.
-
-    The parameters are bit-identical afterwards.
-    """
+    """Inside, `changes` are added to the parameters, and layers in `forwards` are computed by these functions."""
     before: list[tuple[nn.Parameter, Tensor]] = []
     functions = {}
     for name, moved in forwards.items():
@@ -366,9 +361,7 @@ def _check_changes(plan: Plan, before: Sequence[int], after: Sequence[int]) -> N
             )
 
 
-def capture(
-    plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None = None
-) -> GraphCapture:
+def capture(plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: Dtype = None) -> GraphCapture:
     """Run forward(plan.model, inputs) with gradients on, keeping every layer's input and output.
 
     The first time, once more without compiled code if the model turns out to run some inside.
@@ -385,9 +378,7 @@ def capture(
     return _capture(plan, forward, inputs, samples, autocast)
 
 
-def _capture(
-    plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None
-) -> GraphCapture:
+def _capture(plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: Dtype) -> GraphCapture:
     notes = Notes(plan, samples, autocast is not None or torch.is_autocast_enabled(plan.device.type))
     before = plan.versions()
     # of a device's generator not while a step is recorded, which cannot repeat it
@@ -404,16 +395,9 @@ def _capture(
             flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
+    raw = outputs.detach()
     return GraphCapture(
-        plan,
-        forward,
-        inputs,
-        flat,
-        notes.calls,
-        notes.obstacles,
-        outputs.detach(),
-        autocast=autocast,
-        random=random,
+        plan, forward, inputs, flat, notes.calls, notes.obstacles, raw, autocast=autocast, random=random
     )
 
 

@@ -43,13 +43,9 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.Sigmoid: Activation(nn.Sigmoid.forward, lambda module, z, v, h: aten.sigmoid_backward.default(h, v)),
     nn.Tanh: Activation(nn.Tanh.forward, lambda module, z, v, h: aten.tanh_backward.default(h, v)),
     nn.ReLU: Activation(
-        lambda module, z: torch.relu(z),
-        lambda module, z, v, h: aten.threshold_backward.default(h, v, 0),
+        lambda module, z: torch.relu(z), lambda module, z, v, h: aten.threshold_backward.default(h, v, 0)
     ),
-    nn.SiLU: Activation(
-        lambda module, z: F.silu(z),
-        lambda module, z, v, h: aten.silu_backward.default(h, z),
-    ),
+    nn.SiLU: Activation(lambda module, z: F.silu(z), lambda module, z, v, h: aten.silu_backward.default(h, z)),
     nn.GELU: Activation(
         lambda module, z: F.gelu(z, approximate=module.approximate),
         lambda module, z, v, h: aten.gelu_backward.default(h, z, approximate=module.approximate),
@@ -67,10 +63,7 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
         lambda module, z, v, h: aten.leaky_relu_backward.default(h, z, module.negative_slope, False),
     ),
     Scale: Activation(Scale.forward, lambda module, z, v, h: h * module.factor.to(h.dtype)),
-    Sine: Activation(
-        lambda module, z: torch.sin(module.omega * z),
-        lambda module, z, v, h: h * (module.omega * torch.cos(module.omega * z)),
-    ),
+    Sine: Activation(Sine.forward, lambda module, z, v, h: h * (module.omega * torch.cos(module.omega * z))),
 }
 
 
@@ -295,10 +288,8 @@ class ChainCapture:
         """Nothing can have changed them."""
 
     def _backs(self) -> list[Back]:
-        return [
-            partial(ACTIVATIONS[type(module)].backward, module, z, v)
-            for module, z, v in zip(self.chain.activations, self.sums, self.layer_inputs[1:], strict=False)
-        ]
+        triples = zip(self.chain.activations, self.sums, self.layer_inputs[1:], strict=False)
+        return [partial(ACTIVATIONS[type(module)].backward, module, z, v) for module, z, v in triples]
 
 
 def read_chain(plan: Plan, model: nn.Module) -> Chain | None:

@@ -43,10 +43,11 @@ class Uses:
         self.kept: list[tuple[Tensor, Tensor]] | None = None
 
     def total(self) -> Tensor | None:
-        """The sum of h x^T, (n, o, i)."""
-        if not self.kept:
+        """The sum of h x^T, (n, o, i), of what was kept, which ends here."""
+        kept, self.kept = self.kept, None
+        if not kept:
             return None
-        h, x = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in zip(*self.kept, strict=True))
+        h, x = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in zip(*kept, strict=True))
         return h.mT @ x
 
 
@@ -81,10 +82,8 @@ def grads_by_sample(
     for own in uses:
         own.kept = []
     grads = torch.autograd.grad(outputs, leaves, seed, retain_graph=True, allow_unused=True)
-    sums = [own.total() for own in uses]
-    for own in uses:
-        own.kept = None
-    return [a if b is None else b if a is None else a + b for a, b in zip(grads, sums, strict=True)]
+    pairs = [(grad, own.total()) for grad, own in zip(grads, uses, strict=True)]
+    return [a if b is None else b if a is None else a + b for a, b in pairs]
 
 
 class _LinearMap(torch.autograd.Function):
@@ -124,13 +123,8 @@ def _as_linear_map(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         return None
     x, weights = args[0], args[1].as_subclass(Tensor)
     n = len(weights)
-    if (
-        isinstance(x, Copies)
-        or weights.dim() != 3
-        or x.dim() < 2
-        or len(x) % n
-        or torch.is_autocast_enabled(x.device.type)
-    ):
+    fits = weights.dim() == 3 and x.dim() >= 2 and len(x) % n == 0
+    if isinstance(x, Copies) or not fits or torch.is_autocast_enabled(x.device.type):
         return None
     rows = x.unflatten(0, (n, -1)) if len(x) > n else x
     z: Tensor = _LinearMap.apply(rows, weights, func is not F.linear, args[1].uses)

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,11 +33,12 @@ from torch.utils import _pytree as pytree
 from woodbury import _batch, _random
 from woodbury._process import ForAllThreads
 from woodbury._vector import Parts
-from woodbury.layers.forms import byte_limit, windows
+from woodbury.layers.forms import Dtype, byte_limit, windows
 from woodbury.layers.maps import plain_attention
 from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.model.expanded import expand, grads_by_sample
 from woodbury.model.plan import Plan
+from woodbury.products import transposed_jacobian_product
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -60,10 +62,7 @@ class Pass:
     random: _random.Snapshot | None = field(default=None, kw_only=True)  # before it, if it may be repeated
 
     def moved(self, share: float) -> float:
-        """max |y(theta + d) - y(theta)| for small changes d of the parameters, by this share of themselves.
-
-        0 where it is not known.
-        """
+        """max |y(theta + d) - y(theta)| for changes d by this share of the parameters; 0 where it is not known."""
         return 0.0
 
     def repeat(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -103,9 +102,7 @@ def _exchanged(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
             parameters[name] = own
 
 
-def outputs_agree(
-    a: Tensor, b: Tensor, forward_pass: Pass, digits: float = 0.5, dtype: torch.dtype | None = None
-) -> bool:
+def outputs_agree(a: Tensor, b: Tensor, forward_pass: Pass, digits: float = 0.5, dtype: Dtype = None) -> bool:
     """Whether the outputs of two passes agree in this share of their digits, or those of `dtype`.
 
     They do if they differ by at most d |b|, d = eps^digits. Residuals of an equation near its solution are small
@@ -141,27 +138,17 @@ def tells_little(name: str) -> bool:
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """Rows (n, k, *shape) of some parameters, for columns (n, k, C), written out.
-
-    The methods return them with the outputs that they saw.
-    """
+    """Rows (n, k, *shape) of some parameters, for columns (n, k, C); methods give the outputs they saw as well."""
 
     forward_pass: Pass
     parameters: Mapping[str, nn.Parameter]
     columns: Tensor
 
     def compute(self) -> Parts:
-        """By the method that worked for this model before, if any: the findings of the plan know it.
-
-        They know the shapes of columns whose rows were checked, too.
-        """
+        """By the method that worked for this model before, if any, without a check of shapes that were right."""
         columns, findings = self.columns, self.forward_pass.plan.findings
         method, checked = findings.fallback_method, findings.checked_rows
-        methods: dict[str, Callable[[], tuple[Tensor, Parts]]] = {
-            "expanded": self.by_expansion,
-            "func": self.by_func,
-            "chunks": self.by_chunks,
-        }
+        methods = {"expanded": self.by_expansion, "func": self.by_func, "chunks": self.by_chunks}
         # the one that worked before first; where it fails (another term of the same fit, say) all others are tried
         order = [] if method == "graph" else sorted(methods, key=lambda name: name != method)
         for name in order:
@@ -213,13 +200,10 @@ class WrittenRows:
         generator = torch.Generator(device="cpu").manual_seed(0)
         c = torch.rand(n, k, generator=generator, dtype=torch.float32, device="cpu").to(self.columns) + 0.5
         seed = torch.einsum("nk,nkc->nc", c, self.columns).to(outputs.dtype)
-        grads = torch.autograd.grad(
-            outputs, list(self.parameters.values()), seed, retain_graph=True, materialize_grads=True
-        )
         wrong = set()
-        for (name, parameter), grad in zip(self.parameters.items(), grads, strict=True):
+        for name, grad in transposed_jacobian_product(outputs, self.parameters, seed).items():
             own = rows[name]
-            if own.shape != (n, k, *parameter.shape):
+            if own.shape != (n, k, *grad.shape):
                 wrong.add(name)
                 continue
             flat = own.reshape(n * k, -1)
@@ -265,9 +249,7 @@ class WrittenRows:
             raw, back = cast(Any, torch.func.vjp(lambda values: run(values, batch).reshape(-1), point))
             return raw, torch.func.vmap(lambda seed: back(seed)[0])(seeds)
 
-        bytes_per_sample = per_sample * sum(
-            parameter.numel() * parameter.element_size() for parameter in self.parameters.values()
-        )
+        bytes_per_sample = per_sample * sum(own.nbytes for own in self.parameters.values())
         limit = byte_limit(self.forward_pass.plan.max_bytes, columns.device) // max(1, bytes_per_sample)
         chunk = max(1, limit) if limit < samples else None
         with no_batching_warnings, torch.no_grad(), plain_attention:
@@ -312,29 +294,24 @@ def _rows_on_graph(
 
 
 def grads_of_many(
-    outputs: Tensor | GradientEdge,
-    sources: Sequence[Any],
-    seeds: Tensor,
-    tell: Callable[[int], None] | None = None,
+    outputs: Tensor | GradientEdge, sources: Sequence[Any], seeds: Tensor, tell: Callable[[int], Any] | None = None
 ) -> list[Tensor | None]:
     """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
 
     One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM, GroupNorm
     on memory with channels last); `tell` hears of their number.
     """
+    gradients = partial(torch.autograd.grad, outputs, sources, retain_graph=True, allow_unused=True)
     try:
-        grads = torch.autograd.grad(
-            outputs, sources, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
-        return list(grads)
+        return list(gradients(seeds, is_grads_batched=True))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         pass  # what holds for one seed as well is raised below
     if tell is not None:
         tell(len(seeds))
-    each = [torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True) for seed in seeds]
-    return [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
+    each = zip(*[gradients(seed) for seed in seeds], strict=True)
+    return [None if own[0] is None else torch.stack(own) for own in each]
 
 
 def _cat(pieces: Sequence[Tensor]) -> Tensor:

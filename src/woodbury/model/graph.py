@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,11 +27,8 @@ _ELEMENTWISE = frozenset(
     )
 )
 # Those whose derivative needs v = phi(z) alone, by one operation; autograd gives the others.
-_BY_OUTPUT: dict[str, type[nn.Module]] = {
-    "SigmoidBackward0": nn.Sigmoid,
-    "TanhBackward0": nn.Tanh,
-    "ReluBackward0": nn.ReLU,
-}
+_BY_OUTPUT: Mapping[str, type[nn.Module]]
+_BY_OUTPUT = {"SigmoidBackward0": nn.Sigmoid, "TanhBackward0": nn.Tanh, "ReluBackward0": nn.ReLU}
 
 
 def chain_of(
@@ -147,7 +144,6 @@ class PassGraph:
 
     @staticmethod
     def behind(outputs: Tensor) -> PassGraph:
-        """Read the graph, each edge once."""
         consumers: dict[Any, list[Any]] = {}
         accumulators: dict[int, Any] = {}
         for node, following in graph_edges(outputs):

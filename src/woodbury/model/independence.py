@@ -119,16 +119,14 @@ def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
     if not sources:
         return None
     inputs = pytree.tree_unflatten(leaves, structure)
-    random = _random.snapshot(plan.device)
     try:
-        again = capture(plan, captured.forward, inputs, samples, captured.autocast)
+        with _random.kept(plan.device):
+            again = capture(plan, captured.forward, inputs, samples, captured.autocast)
         mixed = _is_mixed(again.outputs, sources, halves, generator)
         calls = again.calls if mixed else []
         names = [own.layer.name for own in calls if _is_mixed(own.outputs, sources, halves, generator)]
     except Exception:  # what a model does not like about inputs that are differentiated
         return None
-    finally:
-        _random.restore(random)
     if not mixed:
         return None
     what = f"what layer {names[0]!r} gives for one sample depends" if names else "the outputs of one sample depend"
@@ -147,14 +145,11 @@ def _changed(captured: GraphCapture, inputs: Any, whole: Tensor) -> str | None:
 
     None too where random numbers are drawn; those are put back. Raises what the model raises.
     """
-    count, random = len(whole), _random.snapshot(captured.plan.device)
-    try:
-        # as in a step: without gradients a model may take another path, or none
-        with casting(captured.autocast, captured.plan), torch.enable_grad():
-            outputs = captured.forward(captured.plan.model, inputs).reshape(count, -1).detach()
+    count, plan = len(whole), captured.plan
+    # gradients as in a step: without them a model may take another path, or none
+    with _random.kept(plan.device) as random, casting(captured.autocast, plan), torch.enable_grad():
+        outputs = captured.forward(plan.model, inputs).reshape(count, -1).detach()
         drawn = _random.drawn_since(random)
-    finally:
-        _random.restore(random)
     if drawn or not bool(torch.isfinite(whole).all()):  # nan is checked elsewhere
         return None
     # loosely on a GPU, which computes few samples by other kernels than many
@@ -187,12 +182,9 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
     Where it draws random numbers, the gradients in the inputs of the whole batch must do. As in
     `check_samples_apart` a later look warns instead.
     """
-    random = _random.snapshot(plan.device)
-    try:
+    with _random.kept(plan.device) as random:
         captured = capture(plan, forward, batch.inputs, batch.samples, autocast)
         drawn = _random.drawn_since(random)
-    finally:
-        _random.restore(random)
     if drawn:
         _refuse(plan, _mixed_inputs(captured, look), look)
         return

@@ -36,6 +36,10 @@ class Layer:
 ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool, Any]
 
 
+def _module_state(module: nn.Module) -> ModuleState:
+    return module, tuple(module._modules.values()), module.training, module._compiled_call_impl
+
+
 def _is_distributed(kind: type) -> bool:
     """Whether it is a class, or derives from one, of DataParallel, DistributedDataParallel, FSDP or DTensor."""
     return any(base.__module__.startswith(("torch.distributed.", "torch.nn.parallel.")) for base in kind.__mro__)
@@ -186,7 +190,6 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return next(iter(self.parameters.values())).device
 
     @cached_property
@@ -196,12 +199,10 @@ class Plan:
 
     @cached_property
     def size(self) -> int:
-        """The number of trainable parameters."""
         return sum(self.block_sizes)
 
     @cached_property
     def layer_named(self) -> dict[str, Layer]:
-        """Layer name -> layer."""
         return {layer.name: layer for layer in self.layers}
 
     @cached_property
@@ -227,12 +228,8 @@ class Plan:
         """Whether a new plan would be the same, and what passes have shown still holds."""
         if model is not self.model:
             return False
-        for module, children, training, compiled in self.modules:
-            if (
-                module.training is not training
-                or tuple(module._modules.values()) != children
-                or module._compiled_call_impl is not compiled
-            ):
+        for state in self.modules:
+            if _module_state(state[0]) != state:
                 return False
         for module, local, parameter in self._holders:
             own = module._parameters
@@ -270,10 +267,7 @@ def _parameter_complaint(parameter: nn.Parameter, dtype: torch.dtype) -> str | N
     if _is_distributed(type(parameter)):
         return f"is a {type(parameter).__name__}, sharded over devices: not supported"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return (
-            "has a hook on its gradient, which a step here would not run: remove it (a mask belongs into the "
-            "model)"
-        )
+        return "has a hook on its gradient, which no step here runs: remove it (a mask belongs into the model)"
     if parameter.dtype != dtype:
         return (
             f"is of type {parameter.dtype}, another of {dtype}: bring the model to one type, model.float() or "
@@ -375,10 +369,7 @@ def plan_layers(
         max_bytes=max_bytes,
         frozen=tuple(parameter for parameter in trainable.values() if not parameter.requires_grad),
         tied=tied,
-        modules=tuple(
-            (module, tuple(module._modules.values()), module.training, module._compiled_call_impl)
-            for module in model.modules()
-        ),
+        modules=tuple(map(_module_state, model.modules())),
         buffers=changing_buffers(model),
         findings=Findings(compiled=any(map(is_compiled, model.modules())) or None),
     )

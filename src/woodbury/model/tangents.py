@@ -22,6 +22,8 @@ from woodbury.layers.maps import plain_attention
 from woodbury.model.fallback import Pass, no_batching_warnings
 from woodbury.taylor import derivatives_along
 
+MovedOutputs = Callable[[Parts], Tensor]  # the outputs after a change of the parameters
+
 
 def push_forward(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor | None:
     """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
@@ -46,16 +48,14 @@ def second_derivative(forward_pass: Pass, vector: Parts) -> Tensor | None:
     return _attempt(forward_pass, bend, {name: vector[name] for name in forward_pass.plan.parameters})
 
 
-def central_difference(forward_pass: Pass, run: Callable[[Parts], Tensor], vector: Parts) -> Tensor:
-    """y'' along a vector from the outputs at theta and at theta +- h p; run gives those after a change."""
+def central_difference(forward_pass: Pass, run: MovedOutputs, vector: Parts) -> Tensor:
+    """y'' along a vector from the outputs at theta and at theta +- h p."""
     outputs, step = forward_pass.outputs.detach(), _difference_step(forward_pass, vector)
     ahead, behind = (run({name: sign * step * value for name, value in vector.items()}) for sign in (1, -1))
     return ((ahead - outputs) + (behind - outputs)) / step.square()
 
 
-def agrees_with_differences(
-    nested: Tensor, forward_pass: Pass, run: Callable[[Parts], Tensor], vector: Parts
-) -> bool:
+def agrees_with_differences(nested: Tensor, forward_pass: Pass, run: MovedOutputs, vector: Parts) -> bool:
     """Whether y'' by forward mode is that of central differences, as far as their rounding lets them tell.
 
     torch has formulas that are wrong where forward mode is nested. Those known are left out
@@ -94,10 +94,9 @@ def _attempt(forward_pass: Pass, derive: Callable[..., Any], along: Parts) -> Te
     point = {name: parameter.detach() for name, parameter in forward_pass.plan.parameters.items()}
     try:
         with no_batching_warnings, torch.no_grad(), plain_attention:
-            outputs, found = forward_pass.repeat(derive.__name__, derive, point, along, forward_pass.inputs)
+            outputs, derivative = forward_pass.repeat(derive.__name__, derive, point, along, forward_pass.inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever torch.func does not like
         return None
-    derivative: Tensor = found
     return derivative if forward_pass.gives(outputs) else None

@@ -59,18 +59,9 @@ def capture_terms(terms: Terms, capture: Callable[[Any, int], GraphCapture]) -> 
     first = captures[0]
     with torch.enable_grad():
         outputs = torch.cat([own.outputs.flatten() for own in captures]).unsqueeze(1)
-    return JoinedCapture(
-        first.plan,
-        _all_terms(first.forward),
-        [own.inputs for own in captures],
-        outputs,
-        calls=[],
-        obstacles={},
-        raw=outputs.detach(),
-        captures=captures,
-        autocast=first.autocast,
-        random=first.random,
-    )
+    forward, inputs = _all_terms(first.forward), [own.inputs for own in captures]
+    same: Any = {"autocast": first.autocast, "random": first.random}
+    return JoinedCapture(first.plan, forward, inputs, outputs, [], {}, outputs.detach(), captures, **same)
 
 
 @dataclass
@@ -92,11 +83,8 @@ class JoinedCapture(GraphCapture):
         (columns,) = segments
         parts = columns.reshape(-1).split([own.outputs.numel() for own in self.captures])
         # (n_t k_t,) -> (n_t, k_t, k_t): a row for each number
-        pairs = [
-            (own, part.view(own.outputs.shape).diag_embed())
-            for own, part in zip(self.captures, parts, strict=True)
-        ]
-        return concatenate_forms([own.rows([part]) for own, part in pairs])
+        pairs = zip(self.captures, parts, strict=True)
+        return concatenate_forms([own.rows([part.view(own.outputs.shape).diag_embed()]) for own, part in pairs])
 
 
 def _all_terms(forward: Forward) -> Forward:

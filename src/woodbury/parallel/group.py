@@ -67,8 +67,7 @@ class Group:
         """The sum of each number over all processes."""
         if self.size == 1:
             return list(numbers)
-        total: list[float] = self.sum(torch.tensor(numbers, dtype=torch.float64, device=self._device())).tolist()
-        return total
+        return self.sum(torch.tensor(numbers, dtype=torch.float64, device=self._device())).tolist()
 
     def sum_vector(self, vector: Vector) -> Vector:
         """The sum of a vector by parameter name, in one collective."""
