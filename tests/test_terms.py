@@ -272,8 +272,8 @@ def fitted(model, equations, **settings):
 
 
 def test_a_fit_of_terms_solves_the_equation_and_says_how_far_each_term_is():
-    model, equations = line_problem()
-    fit = fitted(model, equations, steps=45, samples=64, seed=1)
+    model, (_, equations) = problems.network(1, 24, 1), line_problem()
+    fit = fitted(model, equations, steps=80, samples=128)
     x = torch.linspace(0, 1, 50, dtype=torch.float64).unsqueeze(1)
     assert float((model(x) - torch.sin(torch.pi * x)).abs().max()) < 1e-4
     first, last = fit.history[0]["terms"], fit.history[-1]["terms"]
