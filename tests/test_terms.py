@@ -299,6 +299,17 @@ def test_plain_steps_follow_where_half_of_the_last_searched_ones_are_short(monke
     assert begun == ([] if step is None else [step])
 
 
+def test_conditions_weigh_more_from_where_a_solution_is_near_on(monkeypatch):
+    weights, sources, balance = [], [], TermSource.balance
+    monkeypatch.setattr(solving, "NEAR", 1e-1)
+    monkeypatch.setattr(TermSource, "balance", lambda own, *near: (sources.append(own), balance(own, *near)))
+    note = lambda fit: weights.append(sources[0].weights["ends"])  # noqa: E731
+    fit = fitted(*line_problem(), steps=24, samples=64, callback=note)
+    losses = [record["loss"] for record in fit.history]
+    near = next(place for place, loss in enumerate(losses) if loss < 1e-1 * losses[0]) + 1
+    assert 0 < near < 24 and weights == pytest.approx([10.0] * near + [100.0] * (24 - near))
+
+
 def test_memory_that_runs_out_takes_fewer_points_and_loses_nothing(monkeypatch):
     model, equations = line_problem()
     step, most = woodbury.GaussNewton.step, 600

@@ -51,7 +51,7 @@ BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before whic
 DECLINE, EARLY = 6.0, 0.6  # of the weights of early times: at first, and the part of the budget that has them
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
 # what `resume` needs
-_COURSE = ("phase", "since", "rejected", "limited", "count", "most", "before", "wait", "rest")
+_COURSE = ("phase", "since", "is_near", "rejected", "limited", "count", "most", "before", "wait", "rest")
 
 
 def samples_at_first(size: int, on_cpu: bool) -> int:
@@ -95,6 +95,7 @@ class SolvingRun(Run):
         self.looks = LOOKS if on_cpu else LOOKS_ON_DEVICE
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
+        self.is_near = False  # a solution, so that weights are other ones
         self.rejected = self.limited = 0  # steps in a row
         self.before = math.nan  # what steps gained before more samples were tried, while these are on trial
         self.wait, self.rest = 0, REST  # no decision before this step, and how long the next rest is
@@ -111,8 +112,10 @@ class SolvingRun(Run):
         if isinstance(self.source, TermSource) and self.source.time is not None:
             share = self.limits.share(self.fit.steps, self.fit.seconds, 0.0)
             self.source.decline = DECLINE * max(0.0, 1 - share / EARLY)
-        if self.fit.steps in BALANCED_AT:
-            self._draw(lambda: self.source.balance(self._share() < NEAR))
+        comes_near = self.fit.steps > 0 and not self.is_near and self._share() < NEAR
+        self.is_near = self.is_near or comes_near
+        if comes_near or self.fit.steps in BALANCED_AT:
+            self._draw(lambda: self.source.balance(self.is_near))
         while True:
             batch = self._draw(lambda: self.source.batch(self.count))
             loss = self.source.loss()
@@ -155,7 +158,7 @@ class SolvingRun(Run):
     def _share(self) -> float:
         """The loss over the first one."""
         first, last = (self.fit.history[place]["loss"] for place in (0, -1))
-        return last / first if first > 0 else 1.0
+        return float(last / first) if first > 0 else 1.0
 
     def begin_plain(self, most: int = 0) -> None:
         """Plain steps as long as they gain enough, and where they do not, on twice the samples up to `most`."""
