@@ -159,22 +159,30 @@ class JointRows(Rows):
 
     def _factor_forms(self, name: str) -> list[RowForm]:
         """The factor rows of each process in one layer."""
-        described = [shard.skeletons.get(name, (b"", [])) for shard in self._shards]
-        sizes = [[shape.numel() * dtype.itemsize for shape, dtype in each] for _, each in described]
-        own = self._head[name].tensors if name in self._head else []
-        mine = [torch.empty(0, dtype=torch.uint8, device=self.plan.device)]  # bytes: tensors may differ in type
-        mine += [tensor.detach().reshape(-1).view(torch.uint8) for tensor in own]
-        received = self._group.gather(torch.cat(mine), [sum(each) for each in sizes])
+        tensors = self._head[name].tensors if name in self._head else []
+        entries = [shard.skeletons.get(name) for shard in self._shards]
+        received: dict[torch.dtype, list[Tensor]] = {}
+        for dtype in dict.fromkeys(dtype for entry in entries if entry for _, dtype in entry[1]):
+            parts = [tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype]
+            empty = torch.empty(0, dtype=dtype, device=self.plan.device)
+            lengths = [
+                sum(shape.numel() for shape, kind in (entry[1] if entry else ()) if kind == dtype)
+                for entry in entries
+            ]
+            received[dtype] = self._group.gather(torch.cat(parts) if parts else empty, lengths)
         forms: list[RowForm] = []
-        for rank, (skeleton, each) in enumerate(described):
-            if not skeleton:
+        for rank, entry in enumerate(entries):
+            if entry is None:
                 continue
             if rank == self._group.rank:
                 forms.append(self._head[name].form)
                 continue
-            pieces = zip(received[rank].split(sizes[rank]), each, strict=True)
-            parts = [piece.clone().view(dtype).view(shape) for piece, (shape, dtype) in pieces]
-            forms.append(Assembler(skeleton, parts, self.plan.model).load())
+            used, parts = dict.fromkeys(received, 0), []
+            for shape, dtype in entry[1]:
+                start = used[dtype]
+                used[dtype] = start + shape.numel()
+                parts.append(received[dtype][rank][start : used[dtype]].view(shape))
+            forms.append(Assembler(entry[0], parts, self.plan.model).load())
         return forms
 
     def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:

@@ -178,9 +178,7 @@ class AdamMetric(Metric):
         tiny = torch.finfo(plan.dtype).tiny
         divisors = torch.where(shares > 0, torch.dot(means, shares), means).clamp_min(tiny)
         relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)
-        parts = iter(
-            relative.add_(SMALLEST).pow_(-0.5 * POWER).split_with_sizes(moments.space.sizes)
-        )  # s = D^{-1/2}
+        parts = iter(relative.add_(SMALLEST).pow_(-0.5 * POWER).split(moments.space.sizes))  # s = D^{-1/2}
         factors: dict[str, tuple[Tensor, ...]] = {}
         for name in plan.parameters:
             factors[name] = (next(parts),) if name in moments.space.shapes else (next(parts), next(parts))
@@ -218,6 +216,8 @@ def _shares(moments: Space, parameters: Space, dtype: torch.dtype, device: torch
 
 
 class DiagonalMetric(Metric):
+    """See the module docstring."""
+
     name = "diagonal"
 
     def seen(self, quadratic: Quadratic) -> Vector:
