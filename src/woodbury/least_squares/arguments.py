@@ -13,7 +13,7 @@ def starting_points(start: Any, batched: bool) -> tuple[Tensor, torch.Size]:
     """The starts (b, p), and the shape of the parameters as the function sees them."""
     try:
         plain = isinstance(start, list | tuple | int | float)
-        x = torch.as_tensor(start, dtype=torch.float64 if plain else None)
+        x = start if isinstance(start, Tensor) else torch.as_tensor(start, dtype=torch.float64 if plain else None)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"start must be a tensor, an array or a list of numbers: {error}") from None
     x = x.detach()

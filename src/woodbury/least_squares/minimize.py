@@ -107,11 +107,12 @@ def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Fits:
     cost = problem.loss.cost(f)
     size = x.shape[1] if f.shape[1] >= x.shape[1] else 0
     S = number.new_zeros(len(x), size, size)
-    row = torch.arange(len(x), device=x.device)
-    unknown = dict.fromkeys(("J", "target", "free", "rounding", "s", "V", "c"), number)  # till `_linearize`
-    begun = {"begun": number > 0, "radius": number, "damping": number}
-    status = {"nfev": count + 1, "njev": count + 1, "status": count + RUNNING}
-    fits = _linearize(problem, Fits(row, x, f, cost, **status, **begun, scale=scale, S=S, **unknown), J)
+    later = [number] * 4  # `_linearize` fills these, and three more
+    fits = Fits(
+        *(torch.arange(len(x), device=x.device), x, f, cost, count + 1, count + 1, count + RUNNING),
+        *(number, number, number > 0, scale, *later, S, *later[:3]),
+    )
+    fits = _linearize(problem, fits, J)
     size = vector_norm(fits.scale * x, dim=-1)
     # from zero: D x is measured in units of f, or of x_scale
     instead = (2 * cost).sqrt() if problem.scale is None else torch.ones_like(cost)

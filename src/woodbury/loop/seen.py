@@ -137,8 +137,8 @@ class Recognised:
 
     loss: nn.Module
     base: Base
-    factor: float
     targets: Tensor
+    factor: float
     classes_last: bool
 
 
@@ -169,7 +169,7 @@ def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
     if loss is None:
         return None
     placed = _place(node.function, loss, source, base, targets.detach(), samples)
-    return None if placed is None else Recognised(loss, base, factor, *placed)
+    return None if placed is None else Recognised(loss, base, *placed[:1], factor, placed[1])
 
 
 def _constant_factor(root: Node, node: Node) -> float:
