@@ -112,7 +112,7 @@ class SolvingRun(Run):
         if isinstance(self.source, TermSource) and self.source.time is not None:
             share = self.limits.share(self.fit.steps, self.fit.seconds, 0.0)
             self.source.decline = DECLINE * max(0.0, 1 - share / EARLY)
-        comes_near = self.fit.steps > 0 and not self.is_near and self._share() < NEAR
+        comes_near = not self.is_near and self._share() < NEAR
         self.is_near = self.is_near or comes_near
         if comes_near or self.fit.steps in BALANCED_AT:
             self._draw(lambda: self.source.balance(self.is_near))
@@ -157,8 +157,8 @@ class SolvingRun(Run):
 
     def _share(self) -> float:
         """The loss over the first one."""
-        first, last = (self.fit.history[place]["loss"] for place in (0, -1))
-        return float(last / first) if first > 0 else 1.0
+        losses = [self.fit.history[place]["loss"] for place in (0, -1) if self.fit.history]
+        return float(losses[1] / losses[0]) if losses and losses[0] > 0 else 1.0
 
     def begin_plain(self, most: int = 0) -> None:
         """Plain steps as long as they gain enough, and where they do not, on twice the samples up to `most`."""

@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from woodbury import _random
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, check_number, check_truth, check_whole_number, part_named
-from woodbury._vector import Parts, Vector
+from woodbury._vector import Parts
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import to_device
 from woodbury.loop.calls import Seen, SeenBatch
@@ -377,10 +377,6 @@ class SecondOrder(torch.optim.Optimizer):
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
 
 
-def _as_plain(value: Any) -> Any:
-    """The state, or an entry, with what is an object (`Vector`, `Kept`) as plain numbers and tensors by name."""
-    if isinstance(value, Vector):
-        return value.named()
-    if isinstance(value, dict):
-        return {key: _as_plain(own) for key, own in value.items()}
-    return value.as_state() if hasattr(value, "as_state") else value
+def _as_plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state with what is an object (`woodbury.quadratic.memory.Kept`) as plain numbers and tensors."""
+    return {key: value.as_state() if hasattr(value, "as_state") else value for key, value in state.items()}

@@ -315,13 +315,11 @@ def _check_held_out(settings: Settings, held_out: Any) -> None:
 
 def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) -> Vector | None:
     """q = mu p_prev, or None while it is zero."""
-    if isinstance(stored, Vector) and stored.space is plan.space:
-        before = stored.of(like(stored.flat, next(iter(plan.parameters.values()))))
-    else:  # others were not trained before
-        shared = {name: own for name, own in plan.parameters.items() if name in stored}
-        if not shared:
-            return None
-        before = plan.space.pack({name: like(stored[name], own) for name, own in shared.items()})
+    # others were not trained before
+    known = {name: like(stored[name], parameter) for name, parameter in plan.parameters.items() if name in stored}
+    if not known:
+        return None
+    before = plan.space.pack(known)
     rates = set(hyper.momentum.values())
     if len(rates) == 1:
         return before * rates.pop()

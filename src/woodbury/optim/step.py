@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -158,7 +158,7 @@ class Step:
         numbers = Numbers(*computed)
         state, info = proposal.gains | {"damping": damping}, StepInfo.later(numbers)
         if self.hyper.any_momentum:
-            state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted)
+            state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted).named()
         versions = {name: parameter._version for name, parameter in problem.plan.parameters.items()}
         if buffers is not None:
             with _random.replayed(transaction.random):
@@ -182,10 +182,10 @@ class Step:
         return plain_attention if twice else nullcontext()
 
 
-def _momentum(p: Vector, accepted: Truth | Tensor) -> Mapping[str, Tensor]:
+def _momentum(p: Vector, accepted: Truth | Tensor) -> Vector:
     """p of the step for the next one; a rejected step leaves none behind."""
     if not is_known(accepted):
-        return p.of(torch.where(as_truth(accepted), p.flat, torch.zeros_like(p.flat))).named()
+        return p.of(torch.where(as_truth(accepted), p.flat, torch.zeros_like(p.flat)))
     if not accepted:
         return p.of(torch.zeros_like(p.flat))
     return p.of(p.flat.clone()) if p.flat.is_inference() else p

@@ -141,12 +141,10 @@ class Metric(ABC):
         """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
         steps, before, moments = state.get("steps", 0), state.get("moments", {}), self.seen(quadratic)
         if before:
-            if not isinstance(before, Vector) or before.space is not moments.space:
-                # those of parameters that are new begin with this step
-                known = {name: like(before.get(name, part), part) for name, part in moments.items()}
-                before = moments.space.pack(known)
-            moments = moments.of(self.joined(like(before.flat, moments.flat), moments.flat, steps))
-        return self.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments}
+            # those of parameters that are new begin with this step
+            known = {name: like(before.get(name, part), part) for name, part in moments.items()}
+            moments = moments.of(self.joined(moments.space.pack(known).flat, moments.flat, steps))
+        return self.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}
 
 
 class AdamMetric(Metric):
