@@ -36,7 +36,7 @@ def record(inputs, targets, rates, state, device, dtype, run):
         def replay(self):
             computed, new = run(inputs, targets, buffers, state)
             numbers.copy_(computed)
-            recording.overwrite(state, on_a_device(new, None))
+            recording.overwrite(state, new)
 
     return Recording(Graph(), inputs, targets, buffers, state, numbers, [None] * len(buffers))
 
@@ -44,7 +44,7 @@ def record(inputs, targets, rates, state, device, dtype, run):
 def on_a_device(state, device):
     """The moving state as another device than the CPU has it."""
     moving = {"damping": torch.as_tensor(state["damping"], dtype=torch.float64)}
-    return moving | {name: dict(state[name]) for name in ("momentum",) if name in state}
+    return moving | {name: state[name] for name in ("momentum",) if name in state}
 
 
 def replay(optimizer, problem):
