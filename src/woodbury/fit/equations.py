@@ -68,7 +68,7 @@ class Equations:
     as many inputs, or (inputs, targets); or inputs that stay the same; or (inputs, targets). function(model,
     inputs) gives n values, or (n, k) of them, and the residual is the difference from the targets, or from zero.
     The first term is the one that takes most points: of those drawn it has `samples` per step, and the others
-    half of that. A weight is a number; weights that are not given balance themselves. Unknown coefficients are
+    half of that. A weight is a number; weights that are not given are chosen as above. Unknown coefficients are
     parameters of the model.
     """
 
