@@ -228,7 +228,7 @@ class _Run:
         self.solution = Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
-        """A turn of the optimizer that the model was compiled with, from the best parameters so far.
+        """A turn of the optimizer that the model was compiled with, from the best parameters so far, or the first.
 
         It goes on where it has not gained a tenth, or gains that faster and faster: a plateau, or the end of one.
         Two turns of Gauss-Newton steps are left.
@@ -236,9 +236,9 @@ class _Run:
         state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
         part, latest = min(seconds, (self.deadline - now) / 2) / PARTS, self.deadline - 2 * self.length
         lost = self.best_loss > WELL * self.first_loss and self.begun == self.started
-        loss, goes_on, self.starts = self.first_loss if lost else self.best_loss, False, 0
-        losses = [loss] * 2
-        self.cast(None, self.first if lost else self.best)
+        loss, values = (self.first_loss, self.first) if lost else (self.best_loss, self.best)
+        losses, goes_on, self.starts = [loss] * 2, False, 0
+        self.cast(None, values)
         try:
             while not self.is_over and (len(losses) < PARTS + 2 or (goes_on and now + part <= latest)):
                 end = now + part

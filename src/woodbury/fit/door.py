@@ -189,7 +189,14 @@ def fit(
 
 
 def _fit_pair(
-    model: nn.Module, loss: nn.Module, data: Any, settings: Any, validation: Any, patience: Any, **shared: Any
+    model: nn.Module,
+    loss: nn.Module,
+    data: Any,
+    settings: dict[str, Any],
+    *,
+    validation: Any,
+    patience: int | None,
+    **shared: Any,
 ) -> Run:
     run: Run
     by_evidence = settings["weight_decay"] == "evidence"

@@ -51,7 +51,7 @@ CAP = 10.0  # times the mean |r|: as much as counts of a residual
 AT_ONCE = 16384  # candidates that go through the model together
 FEWER = 2  # times fewer points than the first term has, for the others
 PROBE = 64  # points that tell how long the rows of a term are
-CONDITIONS, NEAR = 10.0, 100.0  # W, far from a solution and near one,
+CONDITIONS = 10.0, 100.0  # W, far from a solution and near one,
 SHORTEST, LONGEST = 0.1, 1000.0  # where the mean square of the rows of the first term is so many times theirs
 
 
@@ -68,7 +68,7 @@ class Equations:
     as many inputs, or (inputs, targets); or inputs that stay the same; or (inputs, targets). function(model,
     inputs) gives n values, or (n, k) of them, and the residual is the difference from the targets, or from zero.
     The first term is the one that takes most points: of those drawn it has `samples` per step, and the others
-    half of that. A weight is a number; weights that are not given are chosen as above. Unknown coefficients are
+    half of that. A weight is a number; those not given are 10, and 100 near a solution. Unknown coefficients are
     parameters of the model.
     """
 
@@ -323,8 +323,8 @@ class TermSource:
             elif name == first or not lengths[name] > 0:
                 self.weights[name] = 1.0
             else:
-                longer, weight = lengths[first] / lengths[name], NEAR if is_near else CONDITIONS
-                self.weights[name] = weight * longer / min(max(longer, SHORTEST), LONGEST)
+                longer = lengths[first] / lengths[name]
+                self.weights[name] = CONDITIONS[is_near] * longer / min(max(longer, SHORTEST), LONGEST)
 
     def _row_length(self, source: _Source) -> float:
         """The mean square of a row of a term."""

@@ -143,12 +143,12 @@ class Step:
     def _policy(self) -> Policy:
         settings, problem = self.context.settings, self.problem
         precision = torch.finfo(settings.autocast or problem.plan.dtype).eps
-        limits = settings.accept, settings.guard, precision, self.hyper.lr
+        accept, guard, rates = settings.accept, settings.guard, self.hyper.lr
         if settings.search is not None:
-            return SearchedStep(*limits, settings.search)
+            return SearchedStep(accept, guard, precision, rates, settings.search)
         damping = self.context.state["damping"]
         look = is_known(damping) and self.doubts.is_time_to_look(damping + settings.damping.floor)
-        return DampedStep(*limits, settings.damping, look)
+        return DampedStep(accept, guard, precision, rates, settings.damping, look)
 
     def _move(self, proposal: Proposal, done: Callable[[StepInfo], None]) -> StepInfo:
         """theta <- theta + alpha p if the step is accepted, and the new state."""

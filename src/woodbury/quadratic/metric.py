@@ -111,7 +111,7 @@ class _DampedInMetric(Damped):
         p = found.displacement.dense() * self._units.vector
         displacement = Displacement.of(self.quadratic.plan, p)
         # its image stays: (Z s) (p / s) = Z p
-        return Minimizer(displacement, found.predicted, scalar(p.dot(p)), found.usable, image=found.image)
+        return replace(found, displacement=displacement, squared_norm=scalar(p.dot(p)))
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
         return self._inside.pull_back(weights, refine) * self._units.vector
