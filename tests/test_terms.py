@@ -299,6 +299,16 @@ def test_plain_steps_follow_where_half_of_the_last_searched_ones_are_short(monke
     assert begun == ([] if step is None else [step])
 
 
+def test_plain_steps_end_close_to_a_solution(monkeypatch):
+    monkeypatch.setattr(solving, "LOOKS", {8: 1.0})
+    monkeypatch.setattr(solving, "FAR", 0.0)
+    monkeypatch.setattr(solving, "CLOSE", 1e-2)
+    fit = fitted(*line_problem(), steps=100, samples=64)
+    losses, plain = [own["loss"] for own in fit.history], [not own["bent"] for own in fit.history]
+    close = next(place for place, loss in enumerate(losses) if place > 8 and loss < 1e-2 * losses[0])
+    assert close < 99 and all(plain[8 : close + 1]) and not all(plain[close + 1 :])
+
+
 def test_conditions_weigh_more_from_where_a_solution_is_near_on(monkeypatch):
     weights, sources, balance = [], [], TermSource.balance
     monkeypatch.setattr(solving, "NEAR", 1e-1)

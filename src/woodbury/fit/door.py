@@ -176,7 +176,7 @@ def fit(
             if samples is not None:
                 check_whole_number("fit: samples", samples, least=1)
             terms = loss if isinstance(loss, Equations) else sources.drawing(data, convert)
-            source = _source(model, criterion, terms, forward, points)
+            source = _source(model, criterion, terms, forward, points, convert)
             judged = _validation(validation, patience or PATIENCE)
             if judged is not None:
                 judged = replace(judged, batches=[source.as_data(*convert(own)) for own in judged.batches])
@@ -223,12 +223,12 @@ def _fit_pair(
 
 
 def _source(
-    model: nn.Module, loss: nn.Module, data: Any, forward: Forward | None, points: str
+    model: nn.Module, loss: nn.Module, data: Any, forward: Forward | None, points: str, convert: Conversion
 ) -> TermSource | Drawn:
     """Terms, or one of them, or the samples of another loss than a mean of squares."""
     by_residual = part_named("fit: points", points, {"by residual": True, "as drawn": False})
     if isinstance(data, Equations):
-        return TermSource(model, data.terms, by_residual)
+        return TermSource(model, data.converted(convert), by_residual)
     if type(loss) is not nn.MSELoss or loss.reduction != "mean":
         return Drawn(data, forward)
     term = (data, forward or call_model)

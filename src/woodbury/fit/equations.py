@@ -30,7 +30,7 @@ so that an equation in other units, with residuals thousands of times larger or 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -41,7 +41,8 @@ from woodbury import _batch
 from woodbury._choice import check_number
 from woodbury.device import fingerprint
 from woodbury.device.passes import Replays
-from woodbury.fit.sources import Data, Draw
+from woodbury.fit.derivable import check_derivatives
+from woodbury.fit.sources import Conversion, Data, Draw, as_tensors
 from woodbury.model.fallback import Forward
 from woodbury.model.terms import Term, Terms, terms_of
 from woodbury.row_matrix import rows
@@ -51,6 +52,7 @@ CAP = 10.0  # times the mean |r|: as much as counts of a residual
 AT_ONCE = 16384  # candidates that go through the model together
 FEWER = 2  # times fewer points than the first term has, for the others
 PROBE = 64  # points that tell how long the rows of a term are
+FEW = 4  # that tell what it depends on
 CONDITIONS = 10.0, 100.0  # W, far from a solution and near one,
 SHORTEST, LONGEST = 0.1, 1000.0  # where the mean square of the rows of the first term is so many times theirs
 
@@ -77,6 +79,10 @@ class Equations:
             raise ValueError("Equations needs at least one term: Equations(name=(source, function))")
         self.terms = {name: _Source.read(name, term) for name, term in terms.items()}
 
+    def converted(self, convert: Conversion) -> dict[str, _Source]:
+        """The terms with points as a model takes them."""
+        return {name: source.converted(convert) for name, source in self.terms.items()}
+
 
 @dataclass(frozen=True)
 class _Residual:
@@ -93,6 +99,9 @@ class _Residual:
             raise ValueError(
                 f"term {self.name!r} gave {shown} for {len(scale)} points: one row for each is needed"
             )
+        if not values.is_floating_point():
+            way_out = ": give its real and its imaginary part as two numbers" if values.is_complex() else ""
+            raise ValueError(f"term {self.name!r} gave residuals of {values.dtype}{way_out}")
         values = values.reshape(len(values), -1)
         if targets is not None:
             if targets.numel() != values.numel():
@@ -112,6 +121,7 @@ class _Source:
     draw_some: Draw | None  # None: `fixed`
     fixed: Data | None
     weight: float | None
+    convert: Conversion = field(default_factory=Conversion)
     mean_square: float = float("nan")  # of the residual, as last seen
     replays: Replays = field(default_factory=Replays)
 
@@ -129,25 +139,29 @@ class _Source:
             check_number(f"Equations: the weight of {name}", weight, above=0)
         if callable(source):
             return _Source(_Residual(name, function), source, None, weight)
-        fixed = _as_data(source)
+        fixed = _as_data(source, Conversion())
         try:
             _batch.check_batch(*fixed)
         except (TypeError, ValueError) as error:
             raise ValueError(f"Equations: {name}: {error}") from None
         return _Source(_Residual(name, function), None, fixed, weight)
 
+    def converted(self, convert: Conversion) -> _Source:
+        return replace(self, fixed=self.fixed and convert(self.fixed), convert=convert, replays=Replays())
+
     def draw(self, count: int) -> tuple[Any, Tensor | None, int]:
         """So many inputs with their targets, or all there are, and how many."""
         if self.draw_some is None:
             assert self.fixed is not None
             return (*self.fixed, _batch.sample_count(self.fixed[0]))
-        inputs, targets = _as_data(self.draw_some(count))
         try:
+            inputs, targets = _as_data(self.draw_some(count), self.convert)
             found = _batch.check_batch(inputs, targets)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"fit: term {self.name!r}: draw({count}): {error}") from None
+            raise ValueError(f"fit: term {self.name!r}: draw({count}): {error}") from error
         if found != count:
-            raise ValueError(f"fit: term {self.name!r}: draw({count}) gave {found} points")
+            way_out = "draw more and return the first of them" if found < count else f"return points[:{count}]"
+            raise ValueError(f"fit: term {self.name!r}: draw({count}) gave {found} points: {way_out}")
         return inputs, targets, count
 
     def evaluate(self, model: nn.Module, inputs: Any, targets: Tensor | None, count: int, like: Tensor) -> Tensor:
@@ -180,8 +194,10 @@ class _Source:
                     values = self.replays(key, run, *batch)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
+            except (RuntimeError, TypeError, AttributeError) as error:
                 raise ValueError(f"fit: term {self.name!r}: {error}") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"fit: term {self.name!r}: {error}") from error
         return values.detach()
 
 
@@ -207,11 +223,14 @@ def _take(inputs: Any, share: Tensor, count: int) -> Tensor:
     return order[torch.searchsorted(share[order].cumsum(0), places / count).clamp(max=len(share) - 1)]
 
 
-def _as_data(given: Any) -> Data:
+def _as_data(given: Any, convert: Conversion) -> Data:
+    """(inputs, targets) of what a source gives, which may be inputs alone."""
     is_pair = isinstance(given, tuple | list) and len(given) == 2
-    if is_pair and (given[1] is None or isinstance(given[1], Tensor)):
-        return given[0], given[1]
-    return given, None
+    if is_pair and isinstance(given[1], int | float) and not isinstance(given[0], int | float):
+        raise ValueError(f"{given[1]} in place of targets: subtract it in the function")
+    is_pair = is_pair and (given[1] is None or isinstance(given[1], Tensor) or hasattr(given[1], "__array__"))
+    pair: Data = as_tensors(given if is_pair else (given, None), convert)
+    return pair
 
 
 def _run(model: nn.Module, batch: Any) -> Tensor:
@@ -270,13 +289,15 @@ class TermSource:
         return sum(self.weights[name] * own for name, own in self.mean_squares().items())
 
     def _batch(self, count: int, by_residual: bool = False, decline: float = 0.0) -> Data:
-        if not self.weights:
+        if is_new := not self.weights:
             self.balance()
         parts, widths, is_first = {}, {}, True
         for name, source in self.sources.items():
             own = count if is_first or source.draw_some is None else max(count // FEWER, min(count, PROBE))
             is_first = is_first and source.draw_some is None
             parts[name], widths[name] = self._points(source, own, by_residual, decline)
+            if is_new:
+                check_derivatives(self.model, *_batch.part(parts[name], slice(0, FEW), len(parts[name][3])))
         if len(parts) == 1:
             return parts[next(iter(parts))], None
         numbers = {name: len(part[3]) * widths[name] for name, part in parts.items()}
@@ -320,10 +341,10 @@ class TermSource:
         for name, source in self.sources.items():
             if source.weight is not None:
                 self.weights[name] = float(source.weight)
-            elif name == first or not lengths[name] > 0:
+            elif name == first:
                 self.weights[name] = 1.0
-            else:
-                longer = lengths[first] / lengths[name]
+            else:  # a term whose rows are all zero, now, tells nothing about units
+                longer = lengths[first] / lengths[name] if lengths[first] > 0 and lengths[name] > 0 else 1.0
                 self.weights[name] = CONDITIONS[is_near] * longer / min(max(longer, SHORTEST), LONGEST)
 
     def _row_length(self, source: _Source) -> float:

@@ -1,7 +1,8 @@
 """Fits to samples that are drawn: steps with a search on more and more of them, and plain ones before.
 
 Far from a solution a searched step may be dear and short. Where the first ones creep, Levenberg-Marquardt steps
-follow (for terms), taken if they gain, as long as they gain enough, and then searched steps for good.
+follow (for terms), taken if they gain, until they creep or the loss is below 1e-5 of the first one, and then
+searched steps for good: close to a solution one of these takes off more than ten plain ones.
 There are twice as many samples after two searched steps in a row that the samples limit: where other samples
 promise less than half of what the batch promises. On a device more than 1.5 per parameter stay only if the next
 steps gain half as much again as the last ones did; otherwise there are as many as before, for a while.
@@ -29,8 +30,9 @@ FEW_STEPS = 8  # on few samples, at the very start
 # device, where a searched step takes the time of few plain ones.
 LOOKS = {FEW_STEPS: 1 / 128, 12: 1 / 32, **dict.fromkeys(range(16, 50, 4), 1 / 16)}
 LOOKS_ON_DEVICE = dict.fromkeys(range(48, 100, 16), 3 / 128)
-FAR, NEAR = 1e-4, 1e-8  # shares of the first loss: above the one they follow; below the other weights are larger
-WINDOW = 96  # twice as many at least, and on as long as this many
+# Shares of the first loss: where they may follow, where they end, and where the weights of conditions are larger.
+FAR, CLOSE, NEAR = 1e-4, 1e-5, 1e-8
+WINDOW = 96  # otherwise twice as many at least, and on as long as this many
 WORTH = 0.5  # take so much off the logarithm of the loss
 # Samples of a step at first: 1.5 per parameter within these bounds. On a device MOST where these were more than
 # MOST_ON_DEVICE: the parameters outnumber the samples in any case, and steps on half of them take half the time.
@@ -141,19 +143,25 @@ class SolvingRun(Run):
 
     def _decide(self) -> None:
         """Whether the next step is a plain one."""
-        fit, begun = self.fit, self.fit.steps - self.since
+        fit = self.fit
         if self.phase == "look" and fit.steps in self.looks:
             length = median(float(record["length"]) for record in fit.history[-4:])
             if length <= self.looks[fit.steps] and self._share() > FAR:
                 self.begin_plain()
         if self.phase == "look" and fit.steps == FEW_STEPS:
             self.count = max(self.count, self.searched)
-        elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
+        elif self.phase == "plain" and self._have_done():
             if GROWTH * self.count <= self.most_plain and self._fits(GROWTH * self.count):
                 self.count, self.since = GROWTH * self.count, fit.steps - WINDOW
             else:
                 self.phase, self.count = "search", max(self.count, min(self.searched, self.most))
                 use_search(self.optimizer, True)
+
+    def _have_done(self) -> bool:
+        """Whether plain steps have: close to a solution, where searched ones gain most, or where they creep."""
+        if not self.most_plain and self._share() < CLOSE:
+            return True
+        return self.fit.steps - self.since >= 2 * WINDOW and self._gained(WINDOW) < WORTH
 
     def _share(self) -> float:
         """The loss over the first one."""
