@@ -14,7 +14,7 @@ import io
 import os
 import sys
 import webbrowser
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,7 @@ from woodbury.runs.medians import Group, Look, ends_of, groups_of
 from woodbury.runs.panels import describe
 from woodbury.runs.verdict import takeaway
 
-LOOKS = Look("#0072B2", "#4C97E8", "o"), Look("#D55E00", "#F07C32", "s"), Look("#666666", "#B4BAC0", "^")
+LOOKS = Look("#0072B2", "o"), Look("#D55E00", "s"), Look("#666666", "^")
 POINTS = 250  # of a curve, at most
 GRID = 201  # points along a side of a picture
 COMPARISON = ["compare", "digits", "--optimizers", "smw-gn,smw-ng,smw-ng-bd,sgd"]
@@ -116,7 +116,7 @@ def describe_fits(curves: dict[str, Curve]) -> dict[str, Any]:
     drawing = describe(groups)
     (panel,) = drawing.panels
     across = panel.x | {"epochs": replace(panel.x["epochs"], title="steps")}
-    return asdict(replace(drawing, panels=[replace(panel, title="Mean squared error", x=across)]))
+    return report.charts(replace(drawing, panels=[replace(panel, title="Mean squared error", x=across)]))
 
 
 def draw_solution(model: nn.Module) -> tuple[list[dict[str, str]], float]:

@@ -27,21 +27,20 @@ class Look:
     """How one curve is drawn; through the gaps of a dashed one a curve below it can be seen."""
 
     colour: str
-    dark: str  # the same colour on a dark page
     marker: str  # as matplotlib names it
     dashed: bool = False  # with hollow markers
 
 
 # Okabe and Ito's palette, made for every common form of colour blindness; markers help in print.
 _OWN = {
-    "smw-gn": Look("#0072B2", "#4C97E8", "o"),
-    "smw-ng": Look("#D55E00", "#F07C32", "s"),
-    "smw-ng-bd": Look("#009E73", "#22BC92", "^"),
+    "smw-gn": Look("#0072B2", "o"),
+    "smw-ng": Look("#D55E00", "s"),
+    "smw-ng-bd": Look("#009E73", "^"),
     # The step of SMW-GN by another method: over epochs the two curves coincide.
-    "hf": Look("#333333", "#D0D0D0", "D", dashed=True),
-    "kfac": Look("#CC79A7", "#DE93BE", "v"),
-    "sgd": Look("#E69F00", "#F0B429", "P"),
-    "adam": Look("#56B4E9", "#7CCBF5", "X"),
+    "hf": Look("#333333", "D", dashed=True),
+    "kfac": Look("#CC79A7", "v"),
+    "sgd": Look("#E69F00", "P"),
+    "adam": Look("#56B4E9", "X"),
 }
 
 

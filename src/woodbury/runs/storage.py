@@ -1,12 +1,8 @@
 """Errors of one line, and what files of a run have in common."""
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 FORMAT = 7  # of all files of a run; raised whenever another version would misread one of them
-DIGITS = 5  # significant digits of a number for tables and drawings
 _LONGEST = 2000  # characters of a message; a file may hold a name of any length
 
 
@@ -38,14 +34,3 @@ def read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
-
-
-def round_numbers(value: Any) -> Any:
-    """The value with every float in it rounded to `DIGITS`, and None for those that are not finite."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: round_numbers(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [round_numbers(item) for item in value]
-    return value
