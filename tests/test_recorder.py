@@ -388,7 +388,7 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
 
 
 def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
-    from test_report import ends_by_label, panels_of
+    from test_report import ends_by_label, panels_at
 
     measured = {"a": {}, "b": {}, "c": {"test_loss": 2.0}, "d": {"test_loss": 2.0, "test_error": 0.5}}
     panels = {"a": [], "b": ["damping", "ratio"], "c": ["test_loss"], "d": ["test_error"]}
@@ -397,7 +397,7 @@ def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
             if name == "b":
                 record.step(damping=1.0, ratio=0.5)
             record.epoch(train_loss=1.0, **numbers)
-        assert list(panels_of(tmp_path / name)) == ["train_loss", *panels[name]]
+        assert list(panels_at(tmp_path / name)) == ["train_loss", *panels[name]]
     figure = report.draw(load([tmp_path]))
     shown = [panel.get_title(loc="left") for panel in figure.axes]
     ratio = "Reduction ratio ρ, running median"

@@ -16,7 +16,7 @@ from woodbury.policies.plain import from_plain, to_plain
 from woodbury.runs import report
 from woodbury.runs.config import RunConfig
 from woodbury.runs.medians import groups_of, looks_of
-from woodbury.runs.panels import describe
+from woodbury.runs.panels import panels_of
 from woodbury.runs.storage import RunFolderError
 
 FIELDS = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
@@ -74,9 +74,9 @@ def page_data(runs):
 
 def curves_of(path, label="smw-gn"):
     """The curves of one method by quantity."""
-    drawing = describe(groups_of(report.load([path])))
-    index = [group.label for group in drawing.groups].index(label)
-    return {panel.quantity: panel.curves[index] for panel in drawing.panels if panel.curves[index]}
+    groups = groups_of(report.load([path]))
+    index = [group.label for group in groups].index(label)
+    return {panel.quantity: panel.curves[index] for panel in panels_of(groups) if panel.curves[index]}
 
 
 def ends_by_label(runs):
@@ -85,9 +85,9 @@ def ends_by_label(runs):
     return {row[0]: dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]}
 
 
-def panels_of(path):
+def panels_at(path):
     """The description from which the figure and the page are drawn."""
-    return {panel.quantity: panel for panel in describe(groups_of(report.load([path]))).panels}
+    return {panel.quantity: panel for panel in panels_of(groups_of(report.load([path])))}
 
 
 # -- numbers
@@ -264,7 +264,7 @@ def test_the_figure_shows_what_the_page_shows(tmp_path):
         write_run(tmp_path / f"a{seed}", seed=seed, losses=[2.0, 1.0 + seed, 0.5], errors=[0.9, 0.02, 0.0])
     write_run(tmp_path / "b", "hf", losses=[2.0, 2.0, 0.5], ratios=[None] + [0.5] * 7, seconds_per_epoch=50.0)
     runs = report.load([tmp_path])
-    figure, panels = report.draw(runs), describe(groups_of(runs)).panels
+    figure, panels = report.draw(runs), panels_of(groups_of(runs))
     drawn = {(place.get_title(loc="left"), place.get_xlabel()): place for place in figure.axes}
     described = {(panel.title, x.title): (panel, along, x) for panel in panels for along, x in panel.x.items()}
     assert drawn.keys() == described.keys() and len(figure.axes) == 6
@@ -292,7 +292,7 @@ def test_axes_are_logarithmic_where_they_can_and_have_a_place_for_zero(tmp_path)
     write_run(tmp_path / "near" / "b", "hf", losses=[2.0, 1.0], seconds_per_epoch=2.0)
     write_run(tmp_path / "far" / "a", "sgd", errors=[0.9, 0.0], losses=[2.0, 1.0])
     write_run(tmp_path / "far" / "b", "hf", errors=[0.9, 0.02], losses=[2.0, 1.0], seconds_per_epoch=50.0)
-    near, far = panels_of(tmp_path / "near"), panels_of(tmp_path / "far")
+    near, far = panels_at(tmp_path / "near"), panels_at(tmp_path / "far")
     time, far_time = near["train_loss"].x["seconds"], far["train_loss"].x["seconds"]
     assert (time.scale, time.title) == ("linear", "seconds of training")
     assert (far_time.scale, far_time.title) == ("log", "seconds of training, logarithmic")
@@ -312,7 +312,7 @@ def test_axes_are_logarithmic_where_they_can_and_have_a_place_for_zero(tmp_path)
 )
 def test_a_logarithmic_axis_has_enough_labels(tmp_path, start, end):
     write_run(tmp_path / "a", losses=[start, end])
-    axis = panels_of(tmp_path)["train_loss"].y
+    axis = panels_at(tmp_path)["train_loss"].y
     assert axis.scale == "log" and axis.low < end < start < axis.high
     assert 3 <= len([value for value, _ in axis.ticks if axis.low <= value <= axis.high]) <= 8
     superscripts = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
@@ -337,10 +337,10 @@ def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(tmp_p
 
 def test_neither_a_high_start_nor_a_diverging_run_squeezes_the_curves(tmp_path):
     write_run(tmp_path / "start", losses=[2.0, 1.0, 0.1, 0.01], errors=[0.9, 0.05, 0.03, 0.02])
-    panels = panels_of(tmp_path / "start")
+    panels = panels_at(tmp_path / "start")
     assert 5 < panels["test_error"].y.high < 10 and panels["train_loss"].y.high > 2
     write_run(tmp_path / "diverging" / "a", losses=[2.0, 1.0, 0.5, 0.2])
     write_run(tmp_path / "diverging" / "b", "sgd", losses=[2.0, 1e3, 1e30, None])
-    assert panels_of(tmp_path / "diverging")["train_loss"].y.high < 100
+    assert panels_at(tmp_path / "diverging")["train_loss"].y.high < 100
     write_run(tmp_path / "damping", losses=[2.0, 1.0], dampings=[1, 10, 100, 1000])
-    assert panels_of(tmp_path / "damping")["damping"].y.high > 1000  # it is drawn whole
+    assert panels_at(tmp_path / "damping")["damping"].y.high > 1000  # it is drawn whole

@@ -46,22 +46,12 @@ class Panel:
     guides: tuple[float, ...] = ()  # values with a line across the panel
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """All panels of a data set."""
-
-    title: str
-    groups: Sequence[Group]  # one curve each, in the order of the legend
-    panels: list[Panel]
-
-
-def describe(groups: Sequence[Group]) -> Drawing:
+def panels_of(groups: Sequence[Group]) -> list[Panel]:
     """The panels that have curves: train loss, test error (test loss where there is no error), damping, ratio."""
     curves = curves_of(groups)
     titles = {"train_loss": "Train loss", "test_error": "Test error, %", "test_loss": "Test loss"}
     titles |= {"damping": "Damping", "ratio": "Reduction ratio ρ, running median"}
-    panels = [_panel(name, title, curves[name]) for name, title in titles.items() if any(curves[name])]
-    return Drawing(_title(groups), groups, panels)
+    return [_panel(name, title, curves[name]) for name, title in titles.items() if any(curves[name])]
 
 
 def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
@@ -74,7 +64,7 @@ def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
     return Panel(quantity, title, curves, x, _vertical_axis(present, whole=quantity == "damping"))
 
 
-def _title(groups: Sequence[Group]) -> str:
+def title_of(groups: Sequence[Group]) -> str:
     """Data set, network and batches where they are known, number of seeds."""
     title = groups[0].runs[0].config.dataset
     known = (run.config for group in groups for run in group.runs if not run.config.recorded)
