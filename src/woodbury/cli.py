@@ -249,7 +249,7 @@ def _one_line_errors(out: Path) -> Iterator[None]:
     except (DataError, RunFolderError) as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"cannot write to {error.filename or out}: {one_line(error)}")
+        _fail(f"cannot read or write {error.filename or out}: {one_line(error)}")
 
 
 def _check_name(what: str, name: str, known: Collection[str]) -> None:

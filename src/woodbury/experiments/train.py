@@ -21,7 +21,7 @@ from woodbury.optim import NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
-from woodbury.runs.storage import FORMAT, RunFolderError, one_line, read_file
+from woodbury.runs.storage import FORMAT, RunFolderError, one_line
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between two checkpoints
@@ -168,7 +168,7 @@ class _Run:
         if not path.exists():
             self.records.go_back(0)
             return
-        content = read_file(path)
+        content = path.read_bytes()
         try:
             values = unsealed(content, "checkpoint", FORMAT)
             self.model.load_state_dict(values["model"])

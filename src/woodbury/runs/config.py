@@ -16,7 +16,7 @@ import torch
 
 from woodbury._files import write_whole
 from woodbury.policies.plain import from_plain
-from woodbury.runs.storage import FORMAT, RunFolderError, read_file
+from woodbury.runs.storage import FORMAT, RunFolderError
 
 CONFIG_FILE = "config.json"  # in a run folder
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
@@ -103,7 +103,7 @@ class RunConfig:
         if not cls.is_in(folder):
             raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
         try:
-            fields = json.loads(read_file(path))
+            fields = json.loads(path.read_bytes())
             version, sha256 = fields.pop("format"), fields.pop("sha256", None)
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):  # of a list or a number
             version, sha256, fields = FORMAT, None, {}

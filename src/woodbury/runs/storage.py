@@ -1,7 +1,5 @@
 """Errors of one line, and what files of a run have in common."""
 
-from pathlib import Path
-
 FORMAT = 7  # of all files of a run; raised whenever another version would misread one of them
 _LONGEST = 2000  # characters of a message; a file may hold a name of any length
 
@@ -14,7 +12,7 @@ class OneLineError(Exception):
 
 
 class RunFolderError(OneLineError):
-    """A run folder cannot be read, or holds another run."""
+    """A run folder has no run or another one, is damaged, or in use."""
 
 
 def printable(text: str) -> str:
@@ -26,11 +24,3 @@ def one_line(error: BaseException) -> str:
     """The message of an error on one line (an OSError: without its path), or its type if it has none."""
     message = getattr(error, "strerror", None) or str(error)
     return printable(" ".join(message.split())) or type(error).__name__
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a file of a run; raises RunFolderError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
