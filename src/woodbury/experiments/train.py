@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from woodbury._files import as_bytes, sealed, unsealed, write_whole
 from woodbury.experiments.data import Dataset, load_dataset
-from woodbury.optim import NonFiniteLossError
+from woodbury.optim import NonFiniteLossError, StepInfo
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
@@ -109,7 +109,7 @@ class _Run:
             for number, batch in enumerate(batches[done:], start=done + 1):
                 index = batch.to(inputs.device)
                 try:
-                    values = self._step(inputs[index], targets[index])
+                    values = self._step(inputs[index], targets[index]).as_dict()
                 except NonFiniteLossError:  # no step can lead back: the run ends here, with the loss on record
                     self._evaluate()
                     return
@@ -125,18 +125,15 @@ class _Run:
                 if stopping:
                     raise InterruptedRunError
 
-    def _step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """Take one step, add its time to `seconds` and return what to record of it."""
+    def _step(self, inputs: Tensor, targets: Tensor) -> StepInfo:
+        """Take one step and add its time to `seconds`."""
         started = time.perf_counter()
-        info = self.optimizer.step(inputs, targets)
+        info: StepInfo = self.optimizer.step(inputs, targets)
         if inputs.is_cuda:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
         self.step += 1
-        values: dict[str, Any] = info.as_dict()
-        if hasattr(self.optimizer, "iterations"):
-            values["iterations"] = self.optimizer.iterations
-        return values
+        return info
 
     def _evaluate(self) -> None:
         """Record the loss and the error on both sets, at the end of an epoch or a part of one."""
