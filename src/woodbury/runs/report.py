@@ -155,7 +155,7 @@ def _chart(groups: Sequence[Group], panel: Panel, horizontal: str) -> str:
 
 
 def _swatch(look: Look) -> str:
-    figure = Figure(figsize=(0.5, 0.2))
+    figure = Figure(figsize=(0.4, 0.18))
     figure.add_artist(Line2D([0.05, 0.5, 0.95], [0.5] * 3, markevery=[1], **_line_style(look)))
     return _svg(figure)
 
