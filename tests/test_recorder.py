@@ -16,9 +16,8 @@ import processes
 import woodbury
 from run_folders import contents
 from woodbury.runs import recorder as module
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import RunConfig, RunFolderError
 from woodbury.runs.records import is_complete, load
-from woodbury.runs.storage import RunFolderError
 
 EPOCHS, BATCHES = 3, 4
 RUN = {"problem": "waves", "method": "mine"}

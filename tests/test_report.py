@@ -14,10 +14,9 @@ import numpy as np
 from run_folders import contents
 from woodbury.policies.plain import from_plain, to_plain
 from woodbury.runs import report
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import RunConfig, RunFolderError
 from woodbury.runs.medians import groups_of, looks_of
 from woodbury.runs.panels import panels_of
-from woodbury.runs.storage import RunFolderError
 
 FIELDS = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
 LM = {"LevenbergMarquardt": FIELDS}

@@ -21,14 +21,14 @@ try:
     from rich.table import Table
     from typer import Argument, Option
 
+    from woodbury._files import one_line, printable
     from woodbury._process import stop_on_signal
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
     from woodbury.experiments.presets import PAPER, PRESETS, try_settings
     from woodbury.experiments.train import InterruptedRunError, train
     from woodbury.runs import report
-    from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
-    from woodbury.runs.storage import RunFolderError, one_line, printable
+    from woodbury.runs.config import RunConfig, RunFolderError, folder_to_resume, new_folder, run_folder
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise

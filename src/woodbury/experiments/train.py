@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury._files import as_bytes, sealed, unsealed, write_whole
+from woodbury._files import as_bytes, one_line, sealed, unsealed, write_whole
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.optim import NonFiniteLossError, StepInfo
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import FORMAT, RunConfig, RunFolderError
 from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
-from woodbury.runs.storage import FORMAT, RunFolderError, one_line
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between two checkpoints

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
-from woodbury._files import write_whole
+from woodbury._files import OneLineError, write_whole
 from woodbury.policies.plain import from_plain
-from woodbury.runs.storage import FORMAT, RunFolderError
 
+FORMAT = 7  # of all files of a run; raised whenever another version would misread one of them
 CONFIG_FILE = "config.json"  # in a run folder
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
+
+
+class RunFolderError(OneLineError):
+    """A run folder has no run or another one, is damaged, or in use."""
 
 
 def installed_versions() -> dict[str, str]:

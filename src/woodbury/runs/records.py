@@ -21,8 +21,7 @@ from typing import Any
 
 from woodbury._files import write_whole
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.runs.config import CONFIG_FILE, RunConfig
-from woodbury.runs.storage import RunFolderError
+from woodbury.runs.config import CONFIG_FILE, RunConfig, RunFolderError
 
 RECORDS_FILE, COMPLETE_FILE = "records.jsonl", "complete"
 
