@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import beside, deepxde, equations, gpu, laplacian, noise, peers, processes, scale, standings, step
-from benchmarks.common import Command, table
-from woodbury.runs.storage import round_numbers
+from benchmarks.common import Command, round_numbers, table
 
 _DESCRIPTION = (
     "Measure the cost of a step, or of training. This needs torch alone; regressors, classifiers and most of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,17 @@ def positive(text: str) -> int:
 def say(line: str) -> None:
     """A line about how far a measurement has come; what it found goes to stdout."""
     print(line, file=sys.stderr, flush=True)
+
+
+def round_numbers(value: Any) -> Any:
+    """The value with every float in it rounded to five digits, and None for those that are not finite."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: round_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [round_numbers(item) for item in value]
+    return value
 
 
 # -- networks and steps ---------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import Batch, say, take_step
 from benchmarks.problems import CLASSIFICATION, PROBLEMS, Problem, Task
+from woodbury._files import one_line
 from woodbury.experiments.files import DataError
 from woodbury.fit import fit
-from woodbury.runs.storage import one_line
 
 ADAM_CONSTANT, ADAM, SGD, WOODBURY = "adam-1e-3", "adam", "sgd", "woodbury"
 METHODS = (ADAM_CONSTANT, ADAM, SGD, WOODBURY)

@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.common import Command, positive, table
+from benchmarks.common import Command, positive, round_numbers, table
 from benchmarks.problems import CLASSIFICATION, PROBLEMS
 from benchmarks.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, METHODS, SGD, WOODBURY, Record, bench_problems
 from woodbury.runs.config import installed_versions, this_machine
-from woodbury.runs.storage import round_numbers
 
 Entry = dict[str, Any]
 

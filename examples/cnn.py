@@ -59,7 +59,7 @@ def load(data_dir: Path | None) -> Images:
     """MNIST where there is a data folder, else scikit-learn's digits."""
     name = "mnist" if data_dir or os.environ.get("WOODBURY_DATA") else "digits"
     data = load_dataset(name, data_dir)
-    side = round(data.features**0.5)
+    side = round(data.train_inputs.shape[1] ** 0.5)
 
     def square(inputs: Tensor) -> Tensor:
         # A border pixel is almost always black, so that other values are extreme: they are cut off at 3 sigma.

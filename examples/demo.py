@@ -14,7 +14,7 @@ import io
 import os
 import sys
 import webbrowser
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -31,10 +31,10 @@ from woodbury.cli import app
 from woodbury.runs import report
 from woodbury.runs.config import RunConfig
 from woodbury.runs.medians import Group, Look, ends_of, groups_of
-from woodbury.runs.panels import describe
+from woodbury.runs.panels import panels_of
 from woodbury.runs.verdict import takeaway
 
-LOOKS = Look("#0072B2", "#4C97E8", "o"), Look("#D55E00", "#F07C32", "s"), Look("#666666", "#B4BAC0", "^")
+LOOKS = Look("#0072B2", "o"), Look("#D55E00", "s"), Look("#666666", "^")
 POINTS = 250  # of a curve, at most
 GRID = 201  # points along a side of a picture
 COMPARISON = ["compare", "digits", "--optimizers", "smw-gn,smw-ng,smw-ng-bd,sgd"]
@@ -106,17 +106,16 @@ def run_fits(seconds: float) -> tuple[dict[str, Curve], dict[str, Curve]]:
     return runs, {label: runs[label] for label in best}
 
 
-def describe_fits(curves: dict[str, Curve]) -> dict[str, Any]:
+def draw_fits(curves: dict[str, Curve]) -> dict[str, Any]:
     """What a report would draw of these curves, with steps in place of epochs."""
     groups = []
     for (label, curve), look in zip(curves.items(), LOOKS, strict=True):
         places = sorted({*range(0, len(curve), -(-len(curve) // POINTS)), len(curve) - 1})
         records = [{"epoch": at, "step": at, "seconds": curve[at][0], "train_loss": curve[at][1]} for at in places]
         groups.append(Group(label, look, [report.Run(RunConfig("fit", label, {}, seed=100), [], records)]))
-    drawing = describe(groups)
-    (panel,) = drawing.panels
+    (panel,) = panels_of(groups)
     across = panel.x | {"epochs": replace(panel.x["epochs"], title="steps")}
-    return asdict(replace(drawing, panels=[replace(panel, title="Mean squared error", x=across)]))
+    return report.charts(groups, [replace(panel, title="Mean squared error", x=across)])
 
 
 def draw_solution(model: nn.Module) -> tuple[list[dict[str, str]], float]:
@@ -193,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
             f"On handwritten digits four optimizers end at test errors of {min(wrong):.1f} to {max(wrong):.1f} %.",
         ],
         "note": f"{date.today()}, torch {torch.__version__}, one CPU thread",
-        "drawing": describe_fits(best),
+        "drawing": draw_fits(best),
         "fits": [[label, written(curve[-1][1], 2), str(len(curve))] for label, curve in runs.items()],
         "fit_code": code_of(fit_function),
         "pictures": pictures,

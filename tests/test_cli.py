@@ -190,7 +190,7 @@ def test_what_is_absent_or_cannot_be_written_to_ends_in_one_line(tmp_path):
     if not torch.cuda.is_available():
         result = invoke("train", "digits", "--device", "cuda", "--out", tmp_path / "runs")
         assert_one_line(result, "no CUDA device")
-    assert_one_line(invoke("compare", "digits", "--out", tmp_path / "file" / "runs"), "cannot write to ")
+    assert_one_line(invoke("compare", "digits", "--out", tmp_path / "file" / "runs"), "cannot read or write ")
     reproduce = invoke("reproduce", "mnist", "--out", tmp_path / "runs", "--data-dir", tmp_path)
     assert_one_line(reproduce, str(tmp_path / "mnist"), "train-images-idx3-ubyte")
     for folder in ("empty", "absent"):
@@ -211,7 +211,7 @@ def test_a_full_disk_ends_in_one_line_and_status_2(limit, tmp_path):
     arguments = ["train", "digits", "--optimizer", "sgd", "--epochs", "1", "--out", tmp_path]
     done = processes.run_alone(command_with_small_files, limit, *arguments)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"woodbury: cannot write to {tmp_path}")
+    assert done.stderr.startswith(f"woodbury: cannot read or write {tmp_path}")
     assert len(done.stderr.strip().splitlines()) == 1
 
 

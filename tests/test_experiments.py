@@ -22,8 +22,7 @@ from woodbury.experiments.presets import PAPER, PRESETS, full_settings
 from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, mlp, train
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.policies.damping import Constant, LevenbergMarquardt
-from woodbury.runs.config import RunConfig
-from woodbury.runs.storage import RunFolderError
+from woodbury.runs.config import RunConfig, RunFolderError
 
 FILES = {"config.json", "records.jsonl", "model.pt", "complete"}  # of a complete run
 

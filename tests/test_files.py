@@ -24,9 +24,8 @@ from woodbury.experiments import train as training
 from woodbury.experiments.files import DataError
 from woodbury.experiments.train import InterruptedRunError, train
 from woodbury.runs import report
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import FORMAT, RunConfig, RunFolderError
 from woodbury.runs.records import Records
-from woodbury.runs.storage import FORMAT, RunFolderError
 
 STEPS = 12  # after which the unfinished run stands
 

@@ -72,7 +72,6 @@ FLOORS = {
     "rivals": [["first_order", "hessian_free", "kfac"]],
     "experiments": [["files", "presets"], ["data"], ["train"]],
     "runs": [
-        ["storage"],
         ["config"],
         ["records"],
         ["recorder", "medians"],

@@ -16,9 +16,8 @@ import processes
 import woodbury
 from run_folders import contents
 from woodbury.runs import recorder as module
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import RunConfig, RunFolderError
 from woodbury.runs.records import is_complete, load
-from woodbury.runs.storage import RunFolderError
 
 EPOCHS, BATCHES = 3, 4
 RUN = {"problem": "waves", "method": "mine"}
@@ -363,7 +362,7 @@ def report():
 
 
 def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
-    from test_report import curves_by_quantity, ends_by_label, page_data, write_run
+    from test_report import curves_of, ends_by_label, page_data, write_run
 
     told = {}
     for seed in range(2):
@@ -378,17 +377,17 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
         assert float(rows[method]["train loss"]) == pytest.approx(median(ends), rel=5e-3)  # three digits
         assert [rows[method][name] for name in ("test error", "seeds", "epochs")] == ["25.00 %", "2", str(EPOCHS)]
     (section,) = page_data(runs)
-    own = curves_by_quantity(section, "newton")
+    own = curves_of(tmp_path, "newton")
     middles = [median(told["newton", seed][epoch]["train_loss"] for seed in range(2)) for epoch in range(EPOCHS)]
-    assert own["train_loss"]["middle"] == pytest.approx(middles, rel=1e-4)  # five digits
-    assert own["train_loss"]["epochs"] == [1, 2, 3] and "test loss" not in section["ends"]["columns"]
-    assert own["damping"]["epochs"][-1] == EPOCHS and dict(section["facts"])["batch"] == "60 samples"
+    assert own["train_loss"].middle == pytest.approx(middles)
+    assert own["train_loss"].epochs == [1, 2, 3] and "test loss" not in section["ends"]["columns"]
+    assert own["damping"].epochs[-1] == EPOCHS and dict(section["facts"])["batch"] == "60 samples"
     assert "of a recorded loop all but its pauses." in section["note"]
     assert report.draw(runs).get_suptitle().startswith("waves: network 4-3-2, batches of 60")
 
 
 def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
-    from test_report import ends_by_label, panels_of
+    from test_report import ends_by_label, panels_at
 
     measured = {"a": {}, "b": {}, "c": {"test_loss": 2.0}, "d": {"test_loss": 2.0, "test_error": 0.5}}
     panels = {"a": [], "b": ["damping", "ratio"], "c": ["test_loss"], "d": ["test_error"]}
@@ -397,7 +396,7 @@ def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
             if name == "b":
                 record.step(damping=1.0, ratio=0.5)
             record.epoch(train_loss=1.0, **numbers)
-        assert list(panels_of(tmp_path / name)) == ["train_loss", *panels[name]]
+        assert list(panels_at(tmp_path / name)) == ["train_loss", *panels[name]]
     figure = report.draw(load([tmp_path]))
     shown = [panel.get_title(loc="left") for panel in figure.axes]
     ratio = "Reduction ratio ρ, running median"

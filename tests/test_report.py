@@ -14,10 +14,9 @@ import numpy as np
 from run_folders import contents
 from woodbury.policies.plain import from_plain, to_plain
 from woodbury.runs import report
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import RunConfig, RunFolderError
 from woodbury.runs.medians import groups_of, looks_of
-from woodbury.runs.panels import describe
-from woodbury.runs.storage import RunFolderError
+from woodbury.runs.panels import panels_of
 
 FIELDS = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
 LM = {"LevenbergMarquardt": FIELDS}
@@ -72,16 +71,11 @@ def page_data(runs):
     return json.loads(match[1])
 
 
-def curves_by_quantity(section, label):
-    """The curves of one method on the page."""
-    drawing = section["drawing"]
-    index = [entry["label"] for entry in drawing["legend"]].index(label)
-    return {panel["quantity"]: panel["curves"][index] for panel in drawing["panels"] if panel["curves"][index]}
-
-
 def curves_of(path, label="smw-gn"):
-    (section,) = page_data(report.load([path]))
-    return curves_by_quantity(section, label)
+    """The curves of one method by quantity."""
+    groups = groups_of(report.load([path]))
+    index = [group.label for group in groups].index(label)
+    return {panel.quantity: panel.curves[index] for panel in panels_of(groups) if panel.curves[index]}
 
 
 def ends_by_label(runs):
@@ -90,9 +84,9 @@ def ends_by_label(runs):
     return {row[0]: dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]}
 
 
-def panels_of(path):
-    """The description from which both the figure and the page are drawn."""
-    return {panel.quantity: panel for panel in describe(groups_of(report.load([path]))).panels}
+def panels_at(path):
+    """The description from which the figure and the page are drawn."""
+    return {panel.quantity: panel for panel in panels_of(groups_of(report.load([path])))}
 
 
 # -- numbers
@@ -114,7 +108,7 @@ def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_wor
     assert (sgd["train loss"], sgd["test error"], sgd["best test error"]) == ("0.700", "30.00 %", "20.00 %")
     assert sgd["damping"] == "–" and (adam["train loss"], adam["seeds"]) == ("diverged", "3")
     curve = curves_of(tmp_path, "adam")["train_loss"]
-    assert (curve["low"][-1], curve["middle"][-1], curve["high"][-1]) == (0.1, None, None)
+    assert (curve.low[-1], curve.middle[-1], curve.high[-1]) == (0.1, math.inf, math.inf)
 
 
 def test_damping_and_ratio_are_drawn_over_epochs(tmp_path):
@@ -126,16 +120,15 @@ def test_damping_and_ratio_are_drawn_over_epochs(tmp_path):
         of_steps = [*ratios[seed, :-1].tolist(), None]  # -inf is null in a record
         write_run(tmp_path / f"{seed}", seed=seed, ratios=of_steps, **settings)
     curves = curves_of(tmp_path)
-    assert curves["damping"]["epochs"] == pytest.approx(np.arange(1, 81) / 40)
-    assert curves["damping"]["middle"] == pytest.approx(np.median(dampings, axis=0), rel=1e-4)
-    assert curves["damping"]["high"] == pytest.approx(dampings.max(axis=0), rel=1e-4)
+    assert curves["damping"].epochs == pytest.approx(np.arange(1, 81) / 40)
+    assert curves["damping"].middle == pytest.approx(np.median(dampings, axis=0))
+    assert curves["damping"].high == pytest.approx(dampings.max(axis=0))
     # a twentieth of 80 steps: two before and two after the step itself
     ratios[:, -1] = -9.0
     smooth = np.array([[median(ratios[seed, max(0, at - 2) : at + 3]) for at in range(80)] for seed in range(3)])
-    rounding = 5e-5 * np.abs(ratios[:, :-1]).max()  # of a value to five digits; a median may be a mean of two
     middle, low = np.median(smooth, axis=0), smooth.min(axis=0)
-    assert curves["ratio"]["middle"] == pytest.approx(middle, rel=1e-4, abs=rounding)
-    assert curves["ratio"]["low"] == pytest.approx(low, rel=1e-4, abs=rounding)
+    assert curves["ratio"].middle == pytest.approx(middle)
+    assert curves["ratio"].low == pytest.approx(low)
 
 
 def test_an_unfinished_run_is_drawn_up_to_its_last_record(tmp_path):
@@ -144,9 +137,9 @@ def test_an_unfinished_run_is_drawn_up_to_its_last_record(tmp_path):
     (ends,) = ends_by_label(report.load([tmp_path])).values()
     assert (ends["seeds"], ends["epochs"], ends["train loss"]) == ("1 of 2", "3", "0.250")
     curves = curves_of(tmp_path)
-    assert curves["train_loss"]["seeds"] == [2, 2, 1, 1]
-    assert curves["train_loss"]["middle"] == [2.1, 1.1, 0.5, 0.25]
-    assert curves["damping"]["seeds"] == [2] * 6 + [1] * 6
+    assert curves["train_loss"].seeds == [2, 2, 1, 1]
+    assert curves["train_loss"].middle == [2.1, 1.1, 0.5, 0.25]
+    assert curves["damping"].seeds == [2] * 6 + [1] * 6
     # in its first epoch it has no seconds per step, and no curve over steps
     write_run(tmp_path / "first" / "1", "hf", losses=[2.0], planned=1, extra_steps=2)
     assert "ms / step" not in ends_by_label(report.load([tmp_path / "first"]))["hf"]
@@ -159,7 +152,7 @@ def test_evaluations_within_an_epoch_are_drawn_where_they_were_made(tmp_path):
     half = {**json.loads(lines[0]), "epoch": 0.5, "step": 2, "seconds": 0.2, "train_loss": 1.5}
     (folder / "records.jsonl").write_text("\n".join([*lines[:3], json.dumps(half), *lines[3:]]) + "\n")
     curve = curves_of(folder)["train_loss"]
-    assert (curve["epochs"], curve["middle"]) == ([0, 0.5, 1], [2.0, 1.5, 1.0])
+    assert (curve.epochs, curve.middle) == ([0, 0.5, 1], [2.0, 1.5, 1.0])
 
 
 # -- reading
@@ -256,9 +249,9 @@ def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path):
     dampings = [0.999**step for step in range(10_000)]
     folder = write_run(tmp_path, losses=[2.0] + 10 * [1.0], steps_per_epoch=1000, dampings=dampings)
     curve = curves_of(folder)["damping"]
-    steps = np.round(1000 * np.array(curve["epochs"]))
+    steps = np.round(1000 * np.array(curve.epochs))
     assert (steps[0], steps[-1]) == (1, 10_000) and 200 <= len(steps) <= 300 and set(np.diff(steps)) <= {40, 41}
-    assert curve["middle"] == pytest.approx([dampings[int(step) - 1] for step in steps], rel=1e-4)
+    assert curve.middle == pytest.approx([dampings[int(step) - 1] for step in steps])
 
 
 # -- axes, which the figure and the page share
@@ -270,12 +263,12 @@ def test_the_figure_shows_what_the_page_shows(tmp_path):
         write_run(tmp_path / f"a{seed}", seed=seed, losses=[2.0, 1.0 + seed, 0.5], errors=[0.9, 0.02, 0.0])
     write_run(tmp_path / "b", "hf", losses=[2.0, 2.0, 0.5], ratios=[None] + [0.5] * 7, seconds_per_epoch=50.0)
     runs = report.load([tmp_path])
-    figure, panels = report.draw(runs), describe(groups_of(runs)).panels
+    figure, panels = report.draw(runs), panels_of(groups_of(runs))
     drawn = {(place.get_title(loc="left"), place.get_xlabel()): place for place in figure.axes}
     described = {(panel.title, x.title): (panel, along, x) for panel in panels for along, x in panel.x.items()}
     assert drawn.keys() == described.keys() and len(figure.axes) == 6
     for name, (panel, along, x) in described.items():
-        place, y = drawn[name], panel.y.get("log", panel.y["linear"])
+        place, y = drawn[name], panel.y
         assert (place.get_xscale(), place.get_yscale()) == (x.scale, y.scale)
         assert [*place.get_xlim(), *place.get_ylim()] == pytest.approx([x.low, x.high, y.low, y.high])
         for axis, side in ((x, place.xaxis), (y, place.yaxis)):
@@ -298,17 +291,17 @@ def test_axes_are_logarithmic_where_they_can_and_have_a_place_for_zero(tmp_path)
     write_run(tmp_path / "near" / "b", "hf", losses=[2.0, 1.0], seconds_per_epoch=2.0)
     write_run(tmp_path / "far" / "a", "sgd", errors=[0.9, 0.0], losses=[2.0, 1.0])
     write_run(tmp_path / "far" / "b", "hf", errors=[0.9, 0.02], losses=[2.0, 1.0], seconds_per_epoch=50.0)
-    near, far = panels_of(tmp_path / "near"), panels_of(tmp_path / "far")
+    near, far = panels_at(tmp_path / "near"), panels_at(tmp_path / "far")
     time, far_time = near["train_loss"].x["seconds"], far["train_loss"].x["seconds"]
     assert (time.scale, time.title) == ("linear", "seconds of training")
     assert (far_time.scale, far_time.title) == ("log", "seconds of training, logarithmic")
-    error = far["test_error"].y["log"]
+    error = far["test_error"].y
     for axis, smallest in ((far_time, 0.5), (error, 2.0)):
         assert axis.ticks[0] == (axis.least, "0") and axis.low < axis.least < smallest
     assert far_time.high > 50.0
     loss = near["train_loss"].y
-    assert list(loss) == ["linear"] and [loss["linear"].low, loss["linear"].high] == pytest.approx([-3.25, 2.25])
-    ratio = near["ratio"].y["linear"]  # always the same, and marks where damping changes
+    assert loss.scale == "linear" and [loss.low, loss.high] == pytest.approx([-3.25, 2.25])
+    ratio = near["ratio"].y  # always the same, and marks where damping changes
     assert dict(ratio.ticks) == {-0.5: "-0.5", 0: "0", 0.25: "0.25", 0.75: "0.75", 1: "1", 1.5: "1.5"}
     assert near["ratio"].guides == (0.25, 0.75) and (ratio.low, ratio.high) == (-0.5, 1.5)
 
@@ -318,8 +311,8 @@ def test_axes_are_logarithmic_where_they_can_and_have_a_place_for_zero(tmp_path)
 )
 def test_a_logarithmic_axis_has_enough_labels(tmp_path, start, end):
     write_run(tmp_path / "a", losses=[start, end])
-    axis = panels_of(tmp_path)["train_loss"].y["log"]
-    assert axis.low < end < start < axis.high
+    axis = panels_at(tmp_path)["train_loss"].y
+    assert axis.scale == "log" and axis.low < end < start < axis.high
     assert 3 <= len([value for value, _ in axis.ticks if axis.low <= value <= axis.high]) <= 8
     superscripts = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
     for value, label in axis.ticks:
@@ -343,10 +336,10 @@ def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(tmp_p
 
 def test_neither_a_high_start_nor_a_diverging_run_squeezes_the_curves(tmp_path):
     write_run(tmp_path / "start", losses=[2.0, 1.0, 0.1, 0.01], errors=[0.9, 0.05, 0.03, 0.02])
-    panels = panels_of(tmp_path / "start")
-    assert 5 < panels["test_error"].y["log"].high < 10 and panels["train_loss"].y["log"].high > 2
+    panels = panels_at(tmp_path / "start")
+    assert 5 < panels["test_error"].y.high < 10 and panels["train_loss"].y.high > 2
     write_run(tmp_path / "diverging" / "a", losses=[2.0, 1.0, 0.5, 0.2])
     write_run(tmp_path / "diverging" / "b", "sgd", losses=[2.0, 1e3, 1e30, None])
-    assert panels_of(tmp_path / "diverging")["train_loss"].y["log"].high < 100
+    assert panels_at(tmp_path / "diverging")["train_loss"].y.high < 100
     write_run(tmp_path / "damping", losses=[2.0, 1.0], dampings=[1, 10, 100, 1000])
-    assert panels_of(tmp_path / "damping")["damping"].y["log"].high > 1000  # it is drawn whole
+    assert panels_at(tmp_path / "damping")["damping"].y.high > 1000  # it is drawn whole

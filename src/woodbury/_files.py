@@ -1,4 +1,4 @@
-"""Whole files, and checkpoints: one line that says what follows, then what torch.save writes.
+"""Whole files, errors of one line, and checkpoints: a line that says what follows, then what torch.save writes.
 
     woodbury <kind> <format> <SHA-256 of what follows>
 
@@ -17,7 +17,26 @@ from typing import Any
 
 import torch
 
+_LONGEST = 2000  # characters of a message; a file may hold a name of any length
 _HEADER = re.compile(rb"woodbury (\w{1,20}) ([0-9]{1,9}) ([0-9a-f]{64})")
+
+
+class OneLineError(Exception):
+    """An error that a user can resolve: a command ends with its message, one line whatever it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """The text on one line of bounded length, with spaces for control characters."""
+    return "".join(char if char.isprintable() else " " for char in text[:_LONGEST])
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line (an OSError: without its path), or its type if it has none."""
+    message = getattr(error, "strerror", None) or str(error)
+    return printable(" ".join(message.split())) or type(error).__name__
 
 
 def write_whole(path: Path, content: bytes | bytearray, temporary: Path | None = None) -> None:
@@ -75,5 +94,5 @@ def unsealed(file: bytes, kind: str, version: int) -> dict[str, Any]:
     except MemoryError:  # no fault of the file
         raise
     except Exception as error:  # torch.load raises errors of any kind
-        raise ValueError(f"cannot be read: {' '.join(str(error).split()).split('. ')[0]}") from None
+        raise ValueError(f"cannot be read: {one_line(error).split('. ')[0]}") from None
     return values

@@ -21,14 +21,14 @@ try:
     from rich.table import Table
     from typer import Argument, Option
 
+    from woodbury._files import one_line, printable
     from woodbury._process import stop_on_signal
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
     from woodbury.experiments.presets import PAPER, PRESETS, try_settings
     from woodbury.experiments.train import InterruptedRunError, train
     from woodbury.runs import report
-    from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
-    from woodbury.runs.storage import RunFolderError, one_line, printable
+    from woodbury.runs.config import RunConfig, RunFolderError, folder_to_resume, new_folder, run_folder
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise
@@ -86,13 +86,12 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
         ] = 0,
         epochs: Annotated[int | None, Option(min=1, help="Epochs per run.", show_default=PRESET)] = None,
         batch_size: Annotated[int | None, Option(min=1, help="Samples per step.", show_default=PRESET)] = None,
-        lr: Annotated[float | None, Option(min=0.0, help="Learning rate.", show_default=PRESET)] = None,
         settings: Annotated[
             list[str] | None,
             Option(
                 "--set",
                 metavar="NAME=VALUE",
-                help="A setting, e.g. momentum=0.9 or damping.initial=10; repeatable.",
+                help="A setting, e.g. lr=0.1 or damping.initial=10; repeatable.",
             ),
         ] = None,
         out: Annotated[Path, Option(help="Where each command creates a folder for its runs.")] = Path("runs"),
@@ -113,7 +112,7 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
             if device == "cuda" and not torch.cuda.is_available():
                 _fail("--device cuda: torch finds no CUDA device here; use --device cpu")
             _check_name("data set", dataset, known)
-            changed = _read_settings(settings or []) | ({} if lr is None else {"lr": lr})
+            changed = _read_settings(settings or [])
             fields = {"epochs": epochs, "batch_size": batch_size, "device": device, "dtype": dtype}
             runs = product(range(seed, seed + seeds), _names(optimizers))
             configs = [_config(dataset, optimizer, seed, changed, fields) for seed, optimizer in runs]
@@ -249,7 +248,7 @@ def _one_line_errors(out: Path) -> Iterator[None]:
     except (DataError, RunFolderError) as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"cannot write to {error.filename or out}: {one_line(error)}")
+        _fail(f"cannot read or write {error.filename or out}: {one_line(error)}")
 
 
 def _check_name(what: str, name: str, known: Collection[str]) -> None:

@@ -45,9 +45,8 @@ from woodbury.experiments.data import Dataset, read_cifar, read_covtype, read_id
 from woodbury.experiments.files import DataError, DataFile, Files
 from woodbury.experiments.presets import PRESETS
 from woodbury.runs import report
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import RunConfig, RunFolderError
 from woodbury.runs.records import Records
-from woodbury.runs.storage import RunFolderError
 
 SECONDS, BYTES = 20, 1 << 30  # that a case may take: of the processor, of memory
 HOSTILE = (

@@ -28,11 +28,6 @@ class Dataset:
     test_targets: Tensor
     classes: int
 
-    @property
-    def features(self) -> int:
-        """Number of inputs of a network."""
-        return self.train_inputs.shape[1]
-
     def loss(self) -> nn.Module:
         """The cross entropy of a network's outputs before the softmax or logistic function."""
         return nn.BCEWithLogitsLoss() if self.classes == 2 else nn.CrossEntropyLoss()

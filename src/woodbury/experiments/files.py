@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from woodbury.runs.storage import OneLineError, one_line
+from woodbury._files import OneLineError, one_line
 
 ENVIRONMENT_VARIABLE = "WOODBURY_DATA"
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury._files import as_bytes, sealed, unsealed, write_whole
+from woodbury._files import as_bytes, one_line, sealed, unsealed, write_whole
 from woodbury.experiments.data import Dataset, load_dataset
-from woodbury.optim import NonFiniteLossError
+from woodbury.optim import NonFiniteLossError, StepInfo
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import FORMAT, RunConfig, RunFolderError
 from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
-from woodbury.runs.storage import FORMAT, RunFolderError, one_line, read_file
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between two checkpoints
@@ -109,7 +108,7 @@ class _Run:
             for number, batch in enumerate(batches[done:], start=done + 1):
                 index = batch.to(inputs.device)
                 try:
-                    values = self._step(inputs[index], targets[index])
+                    values = self._step(inputs[index], targets[index]).as_dict()
                 except NonFiniteLossError:  # no step can lead back: the run ends here, with the loss on record
                     self._evaluate()
                     return
@@ -125,18 +124,15 @@ class _Run:
                 if stopping:
                     raise InterruptedRunError
 
-    def _step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """Take one step, add its time to `seconds` and return what to record of it."""
+    def _step(self, inputs: Tensor, targets: Tensor) -> StepInfo:
+        """Take one step and add its time to `seconds`."""
         started = time.perf_counter()
-        info = self.optimizer.step(inputs, targets)
+        info: StepInfo = self.optimizer.step(inputs, targets)
         if inputs.is_cuda:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
         self.step += 1
-        values: dict[str, Any] = info.as_dict()
-        if hasattr(self.optimizer, "iterations"):
-            values["iterations"] = self.optimizer.iterations
-        return values
+        return info
 
     def _evaluate(self) -> None:
         """Record the loss and the error on both sets, at the end of an epoch or a part of one."""
@@ -168,7 +164,7 @@ class _Run:
         if not path.exists():
             self.records.go_back(0)
             return
-        content = read_file(path)
+        content = path.read_bytes()
         try:
             values = unsealed(content, "checkpoint", FORMAT)
             self.model.load_state_dict(values["model"])

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
-from woodbury._files import write_whole
+from woodbury._files import OneLineError, write_whole
 from woodbury.policies.plain import from_plain
-from woodbury.runs.storage import FORMAT, RunFolderError, read_file
 
+FORMAT = 7  # of all files of a run; raised whenever another version would misread one of them
 CONFIG_FILE = "config.json"  # in a run folder
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
+
+
+class RunFolderError(OneLineError):
+    """A run folder has no run or another one, is damaged, or in use."""
 
 
 def installed_versions() -> dict[str, str]:
@@ -103,7 +107,7 @@ class RunConfig:
         if not cls.is_in(folder):
             raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
         try:
-            fields = json.loads(read_file(path))
+            fields = json.loads(path.read_bytes())
             version, sha256 = fields.pop("format"), fields.pop("sha256", None)
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):  # of a list or a number
             version, sha256, fields = FORMAT, None, {}

@@ -27,21 +27,20 @@ class Look:
     """How one curve is drawn; through the gaps of a dashed one a curve below it can be seen."""
 
     colour: str
-    dark: str  # the same colour on a dark page
     marker: str  # as matplotlib names it
     dashed: bool = False  # with hollow markers
 
 
 # Okabe and Ito's palette, made for every common form of colour blindness; markers help in print.
 _OWN = {
-    "smw-gn": Look("#0072B2", "#4C97E8", "o"),
-    "smw-ng": Look("#D55E00", "#F07C32", "s"),
-    "smw-ng-bd": Look("#009E73", "#22BC92", "^"),
+    "smw-gn": Look("#0072B2", "o"),
+    "smw-ng": Look("#D55E00", "s"),
+    "smw-ng-bd": Look("#009E73", "^"),
     # The step of SMW-GN by another method: over epochs the two curves coincide.
-    "hf": Look("#333333", "#D0D0D0", "D", dashed=True),
-    "kfac": Look("#CC79A7", "#DE93BE", "v"),
-    "sgd": Look("#E69F00", "#F0B429", "P"),
-    "adam": Look("#56B4E9", "#7CCBF5", "X"),
+    "hf": Look("#333333", "D", dashed=True),
+    "kfac": Look("#CC79A7", "v"),
+    "sgd": Look("#E69F00", "P"),
+    "adam": Look("#56B4E9", "X"),
 }
 
 
@@ -193,24 +192,15 @@ def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
     if per_epoch is None or not any(_has_quantity(run, key) for run in runs):
         return None
     worst = _FAILED if key == "ratio" else math.inf
-    series = []
-    for run in runs:
-        if run.steps:
-            records = sorted(run.steps, key=lambda record: record["step"])
-            steps = np.array([record["step"] for record in records], dtype=float)
-            series.append((steps, np.array([number(record.get(key), worst) for record in records])))
-    longest = max((steps for steps, _ in series), key=lambda steps: steps[-1])
-    half = _RATIO_WINDOW / 2 * longest[-1] if key == "ratio" else 0.0
-    grid = longest[np.linspace(0, len(longest) - 1, min(_POINTS, len(longest))).round().astype(int)]
-    points = [[_around(step, half, *one) for one in series if step <= one[0][-1]] for step in grid]
-    return _curve((grid / per_epoch).tolist(), [], points)
-
-
-def _around(step: float, half: float, steps: "np.ndarray[Any, Any]", values: "np.ndarray[Any, Any]") -> float:
-    """The median of the values recorded no further than `half` from a step, or else the nearest value."""
-    distances = np.abs(steps - step)
-    near = values[distances <= half]
-    return float(median(near.tolist()) if len(near) else values[distances.argmin()])
+    series = [[number(record.get(key), worst) for record in run.steps] for run in runs]
+    longest = max(map(len, series))
+    half = int(_RATIO_WINDOW / 2 * longest) if key == "ratio" else 0
+    places = np.linspace(0, longest - 1, min(_POINTS, longest)).round().astype(int).tolist()
+    points = []
+    for at in places:
+        around = slice(max(0, at - half), at + half + 1)
+        points.append([median(values[around]) for values in series if at < len(values)])
+    return _curve([(at + 1) / per_epoch for at in places], [], points)
 
 
 def _curve(epochs: list[float], seconds: list[float], points: list[list[float]]) -> Curve:

@@ -1,19 +1,13 @@
-"""What a report draws of one data set, said once: report.py draws it by matplotlib, page.html in a browser.
-
-Every number, limit and label comes from here. A renderer turns values into places, with the scale of an axis.
-"""
+"""What a report draws of one data set: its panels with their curves, limits and ticks. report.py draws them."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import LogLocator, MaxNLocator
-from matplotlib.transforms import Affine2D
 
 from woodbury.policies.damping import LevenbergMarquardt
-from woodbury.runs.medians import Curve, Group, Look, curves_of
+from woodbury.runs.medians import Curve, Group, curves_of
 
 _LOW_RATIO = LevenbergMarquardt.threshold
 THRESHOLDS = (_LOW_RATIO, 1 - _LOW_RATIO)  # of the ratio: damping changes there
@@ -46,39 +40,18 @@ class Panel:
 
     quantity: str
     title: str
-    unit: str  # behind a number
-    curves: list[Curve | None]  # in the order of the legend
+    curves: list[Curve | None]  # in the order of the groups
     x: dict[str, Axis]  # epochs, and seconds where the curves have them
-    y: dict[str, Axis]  # linear, and log where the values allow it
+    y: Axis
     guides: tuple[float, ...] = ()  # values with a line across the panel
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A line of the legend."""
-
-    label: str
-    look: Look
-    outline: str  # of the marker, as an SVG path within -1 and 1
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """All panels of a data set."""
-
-    title: str
-    legend: list[Entry]
-    panels: list[Panel]
-
-
-def describe(groups: Sequence[Group]) -> Drawing:
+def panels_of(groups: Sequence[Group]) -> list[Panel]:
     """The panels that have curves: train loss, test error (test loss where there is no error), damping, ratio."""
     curves = curves_of(groups)
     titles = {"train_loss": "Train loss", "test_error": "Test error, %", "test_loss": "Test loss"}
     titles |= {"damping": "Damping", "ratio": "Reduction ratio ρ, running median"}
-    panels = [_panel(name, title, curves[name]) for name, title in titles.items() if any(curves[name])]
-    legend = [Entry(group.label, group.look, _outline(group.look.marker)) for group in groups]
-    return Drawing(_title(groups), legend, panels)
+    return [_panel(name, title, curves[name]) for name, title in titles.items() if any(curves[name])]
 
 
 def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
@@ -86,13 +59,12 @@ def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
     x = {"epochs": _linear_axis("epochs", [curve.epochs[-1] for curve in present])}
     if present[0].seconds:
         x["seconds"] = _time_axis(present)
-    unit = " %" if quantity == "test_error" else ""
     if quantity == "ratio":
-        return Panel(quantity, title, unit, curves, x, y={"linear": RATIO_AXIS}, guides=THRESHOLDS)
-    return Panel(quantity, title, unit, curves, x, y=_vertical_axes(present, whole=quantity == "damping"))
+        return Panel(quantity, title, curves, x, RATIO_AXIS, guides=THRESHOLDS)
+    return Panel(quantity, title, curves, x, _vertical_axis(present, whole=quantity == "damping"))
 
 
-def _title(groups: Sequence[Group]) -> str:
+def title_of(groups: Sequence[Group]) -> str:
     """Data set, network and batches where they are known, number of seeds."""
     title = groups[0].runs[0].config.dataset
     known = (run.config for group in groups for run in group.runs if not run.config.recorded)
@@ -101,14 +73,6 @@ def _title(groups: Sequence[Group]) -> str:
     if (seeds := max(group.seeds for group in groups)) > 1:
         title += f"; median over {seeds} seeds, bands from smallest to largest"
     return title
-
-
-def _outline(marker: str) -> str:
-    """The outline of matplotlib's marker as an SVG path, where y points down."""
-    style = MarkerStyle(marker)
-    path = style.get_path().transformed(style.get_transform() + Affine2D().scale(100))  # fine steps along a curve
-    (corners,) = np.array(path.to_polygons()) / 50
-    return "M" + "L".join(f"{x:.2f} {-y:.2f}" for x, y in corners) + "z"
 
 
 # -- axes
@@ -129,10 +93,10 @@ def _time_axis(curves: Sequence[Curve]) -> Axis:
     return _log_axis("seconds of training, logarithmic", max(ends), seconds)
 
 
-def _vertical_axes(curves: Sequence[Curve], whole: bool) -> dict[str, Axis]:
-    """A linear axis and, unless there are values below zero or nothing else than zeros, a logarithmic one.
+def _vertical_axis(curves: Sequence[Curve], whole: bool) -> Axis:
+    """A logarithmic axis, or a linear one if there are values below zero or nothing else than zeros.
 
-    Unless the `whole` of the curves is wanted, an axis ends where `_highest` says.
+    Unless the `whole` of the curves is wanted, it ends where `_highest` says.
     """
     values = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
     finite = [value for value in values if math.isfinite(value)]
@@ -140,13 +104,11 @@ def _vertical_axes(curves: Sequence[Curve], whole: bool) -> dict[str, Axis]:
     if smallest < 0:
         room = 0.05 * (largest - smallest) or 1
         low, high = smallest - room, largest + room
-        return {"linear": Axis("", "linear", low, high, _even_ticks(low, high))}
+        return Axis("", "linear", low, high, _even_ticks(low, high))
     top = largest if whole else _highest(curves, largest)
-    high = 1.04 * top or 1
-    axes = {"linear": Axis("", "linear", 0, high, _even_ticks(0, high))}
-    if top > 0:
-        axes["log"] = _log_axis("", top, [value for value in finite if value <= top])
-    return axes
+    if top == 0:
+        return Axis("", "linear", 0, 1, _even_ticks(0, 1))
+    return _log_axis("", top, [value for value in finite if value <= top])
 
 
 def _log_axis(title: str, top: float, values: Sequence[float]) -> Axis:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from woodbury.optim import StepInfo
 from woodbury.policies.plain import to_plain
-from woodbury.runs.config import RunConfig
+from woodbury.runs.config import RunConfig, RunFolderError
 from woodbury.runs.records import COMPLETE_FILE, RECORDS_FILE, Records, mark_complete, read_records
-from woodbury.runs.storage import RunFolderError
 
 READ_EVERY = 100  # steps whose numbers are on a device: to read them is to wait for it
 

@@ -21,8 +21,7 @@ from typing import Any
 
 from woodbury._files import write_whole
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.runs.config import CONFIG_FILE, RunConfig
-from woodbury.runs.storage import RunFolderError, read_file
+from woodbury.runs.config import CONFIG_FILE, RunConfig, RunFolderError
 
 RECORDS_FILE, COMPLETE_FILE = "records.jsonl", "complete"
 
@@ -112,9 +111,9 @@ def is_complete(folder: Path) -> bool:
 def read_checked(folder: Path, name: str) -> bytes:
     """A file of a run, empty if it is not there; raises RunFolderError if it changed since the run ended."""
     path, mark = folder / name, folder / COMPLETE_FILE
-    content = read_file(path) if path.exists() else b""
+    content = path.read_bytes() if path.exists() else b""
     line = f"{hashlib.sha256(content).hexdigest()}  {name}"
-    if is_complete(folder) and line.encode() not in read_file(mark).split(b"\n"):
+    if is_complete(folder) and line.encode() not in mark.read_bytes().split(b"\n"):
         raise RunFolderError(
             f"{path} is damaged: its SHA-256 does not agree with {mark}; put back a whole copy, "
             f"or delete {COMPLETE_FILE}, and the run counts as unfinished"
@@ -177,7 +176,7 @@ def load(paths: Iterable[Path]) -> list[Run]:
         paths: each a run folder, or a folder with run folders one or two levels below it.
 
     Runs that have no result yet are left out. Raises RunFolderError, with one line that names the path, if none
-    has a result or one cannot be read.
+    has a result or one is damaged.
     """
     paths = [Path(path) for path in paths]
     # The same folder may be named twice, by itself and by the folder it lies in.

@@ -1,6 +1,5 @@
 """Tables, figures and a page from run folders on disk. Nothing here runs a model."""
 
-import dataclasses
 import io
 import json
 import math
@@ -22,12 +21,11 @@ from matplotlib.lines import Line2D
 from woodbury._files import write_whole
 from woodbury._style import STYLE
 from woodbury.runs.medians import Group, Look, by_dataset, ends_of, groups_of
-from woodbury.runs.panels import THRESHOLDS, Axis, Drawing, Panel, describe
+from woodbury.runs.panels import THRESHOLDS, Axis, Panel, panels_of, title_of
 from woodbury.runs.records import Run, load
-from woodbury.runs.storage import round_numbers
 from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
-__all__ = ["Run", "draw", "ends_tables", "html", "load", "write"]
+__all__ = ["Run", "charts", "draw", "ends_tables", "html", "load", "write"]
 
 _FILES = resources.files("woodbury.runs")
 _ABSENT = "–"  # what was not measured
@@ -66,16 +64,16 @@ def html(runs: Iterable[Run]) -> str:
 def fill(body: str, title: str, data: Any) -> str:
     """A page that asks for nothing from a network: page.html, where style and drawing are, around a body."""
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
-    numbers = json.dumps(round_numbers(data), allow_nan=False).replace("<", "\\u003c")
-    parts = {"title": escape(title), "data": numbers, "body": body}
+    texts = json.dumps(data).replace("<", "\\u003c")
+    parts = {"title": escape(title), "data": texts, "body": body}
     template = _FILES.joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], template)
 
 
 def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
     groups = groups_of(runs)
-    drawing = describe(groups)
-    drawn = {panel.quantity for panel in drawing.panels}
+    panels = panels_of(groups)
+    drawn = {panel.quantity for panel in panels}
     low, high = THRESHOLDS
     time = "Time counts the steps of the optimizer alone; of a recorded loop all but its pauses."
     bands = "Lines are medians over the seeds, bands reach from the smallest to the largest value. "
@@ -91,7 +89,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
         "title": dataset,
         "takeaway": takeaway(groups, "test_error" if "test_error" in drawn else "test_loss"),
         "facts": _facts(runs),
-        "drawing": dataclasses.asdict(drawing),
+        "drawing": charts(groups, panels),
         "note": (bands if any(group.seeds > 1 for group in groups) else "") + time,
         "ratio_note": ratio if "ratio" in drawn else "",
         "ends": _ends_table(groups),
@@ -100,7 +98,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-# -- figures: the drawing of a data set by matplotlib
+# -- the drawing of a data set by matplotlib: all of it as a figure, and panel by panel for the page
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -108,24 +106,25 @@ def draw(runs: Sequence[Run]) -> Figure:
 
     Lines are medians over seeds, bands run from the smallest to the largest value.
     """
-    drawing = describe(groups_of(runs))
-    rows = [panel for panel in drawing.panels if "seconds" in panel.x]
-    others = [panel for panel in drawing.panels if "seconds" not in panel.x]  # damping and ratio
+    groups = groups_of(runs)
+    panels = panels_of(groups)
+    rows = [panel for panel in panels if "seconds" in panel.x]
+    others = [panel for panel in panels if "seconds" not in panel.x]  # damping and ratio
     columns = 2 if not others else 3 if len(rows) > 1 else 4
     with matplotlib.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.04)
         figure = Figure(figsize=(1 + 4 * columns, 3.6 * len(rows)), layout=layout)
         places = figure.subplots(len(rows), columns, squeeze=False)
         for panel, row in zip(rows, places, strict=True):
-            _draw_panel(row[0], drawing, panel, "epochs")
-            _draw_panel(row[1], drawing, panel, "seconds")
+            _draw_panel(row[0], groups, panel, "epochs")
+            _draw_panel(row[1], groups, panel, "seconds")
         free = list(places[:, 2:].flat)
         for panel, place in zip(others, free, strict=False):
-            _draw_panel(place, drawing, panel, "epochs")
+            _draw_panel(place, groups, panel, "epochs")
         for place in free[len(others) :]:
             place.remove()
-        figure.suptitle(_literal(drawing.title), x=0.012, ha="left", fontsize=12)
-        _draw_legend(figure, drawing)
+        figure.suptitle(_literal(title_of(groups)), x=0.012, ha="left", fontsize=12)
+        _draw_legend(figure, groups)
     return figure
 
 
@@ -138,8 +137,42 @@ def image(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_panel(place: Axes, drawing: Drawing, panel: Panel, horizontal: str) -> None:
-    x, y = panel.x[horizontal], panel.y.get("log", panel.y["linear"])
+def charts(groups: Sequence[Group], panels: Sequence[Panel]) -> dict[str, Any]:
+    """The lines of the legend, and each panel against every horizontal axis that it has, as SVG for a page."""
+    legend = [{"label": group.label, "swatch": _swatch(group.look)} for group in groups]
+    drawn = []
+    for panel in panels:
+        figures = {horizontal: _chart(groups, panel, horizontal) for horizontal in panel.x}
+        drawn.append({"quantity": panel.quantity, "title": panel.title, "figures": figures})
+    return {"legend": legend, "panels": drawn}
+
+
+def _chart(groups: Sequence[Group], panel: Panel, horizontal: str) -> str:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.2, 3.6), layout="constrained")
+        _draw_panel(figure.subplots(), groups, panel, horizontal)
+    return _svg(figure)
+
+
+def _swatch(look: Look) -> str:
+    figure = Figure(figsize=(0.4, 0.18))
+    figure.add_artist(Line2D([0.05, 0.5, 0.95], [0.5] * 3, markevery=[1], **_line_style(look)))
+    return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    """The figure as an element of HTML, without the addresses that a file of its own needs."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({**STYLE, "svg.fonttype": "none", "svg.hashsalt": "woodbury"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    _, start, rest = buffer.getvalue().partition("<svg")
+    return re.sub(r' xmlns(:xlink)?="[^"]*"', "", start + rest)
+
+
+def _draw_panel(place: Axes, groups: Sequence[Group], panel: Panel, horizontal: str) -> None:
+    """Draw a panel; line and band of a curve have the name `curve-<number>`, by which the page hides them."""
+    x, y = panel.x[horizontal], panel.y
     place.set(title=panel.title, xlabel=x.title, xscale=x.scale, yscale=y.scale)
     for axis, ticks in ((place.xaxis, x.ticks), (place.yaxis, y.ticks)):
         axis.set_ticks([value for value, _ in ticks], labels=[label for _, label in ticks])
@@ -147,17 +180,17 @@ def _draw_panel(place: Axes, drawing: Drawing, panel: Panel, horizontal: str) ->
     place.set(xlim=(x.low, x.high), ylim=(y.low, y.high))  # after the ticks: those outside widen an axis
     for guide in panel.guides:
         place.axhline(guide, color="#666666", linewidth=1, linestyle=(0, (3, 2)), zorder=1)
-    for index, (entry, curve) in enumerate(zip(drawing.legend, panel.curves, strict=True)):
+    for index, (group, curve) in enumerate(zip(groups, panel.curves, strict=True)):
         if curve is None:
             continue
         along = _inside(x, getattr(curve, horizontal))
         # Not at every point of a long curve, and not at the same points for two curves that may coincide.
         every = max(1, len(along) // 10)
-        marks = (index * every // len(drawing.legend), every)
-        place.plot(along, _inside(y, curve.middle), markevery=marks, **_line_style(entry.look))
+        name, marks = f"curve-{index}", (index * every // len(groups), every)
+        place.plot(along, _inside(y, curve.middle), gid=name, markevery=marks, **_line_style(group.look))
         if max(curve.seeds) > 1:
             low, high = _inside(y, curve.low), _inside(y, curve.high)
-            place.fill_between(along, low, high, color=entry.look.colour, alpha=0.16, linewidth=0)
+            place.fill_between(along, low, high, gid=name, color=group.look.colour, alpha=0.16, linewidth=0)
 
 
 def _inside(axis: Axis, values: Sequence[float]) -> list[float]:
@@ -178,10 +211,10 @@ def _line_style(look: Look) -> dict[str, Any]:
     }
 
 
-def _draw_legend(figure: Figure, drawing: Drawing) -> None:
+def _draw_legend(figure: Figure, groups: Sequence[Group]) -> None:
     """The legend below the panels, in as many columns as there is room for."""
-    lines = [Line2D([], [], **_line_style(entry.look)) for entry in drawing.legend]
-    labels = [_literal(entry.label) for entry in drawing.legend]
+    lines = [Line2D([], [], **_line_style(group.look)) for group in groups]
+    labels = [_literal(group.label) for group in groups]
     columns = max(1, int(9 * figure.get_figwidth() / (max(map(len, labels)) + 7)))
     figure.legend(lines, labels, loc="outside lower center", ncols=min(len(lines), columns))
 
