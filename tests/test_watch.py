@@ -182,6 +182,7 @@ class WithLoss(Parts):
 
     def forward(self, tokens=None, labels=None, count=None):
         logits = self.net(tokens)
+        F.mse_loss(logits.detach(), torch.zeros_like(logits))  # a number to report: nothing is sent back from it
         loss = F.cross_entropy(logits.view(-1, 7), labels.view(-1), reduction="sum", ignore_index=-100)
         return {"loss": loss / count, "logits": logits}
 

@@ -126,14 +126,20 @@ class Residuals:
                 values = torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
         return values.detach().double()
 
-    def _can_map(self, start: Tensor, first: Tensor) -> bool:
-        """Whether torch.func maps the function over points; first: what it gives at the first of them."""
-        self._maps = True
+    def _first(self, compute: Callable[..., Tensor], start: Tensor) -> Tensor | None:
+        """What torch.func gives for the first fit; None where it cannot transform the function."""
         try:
-            mapped = self(start[:1], torch.zeros(1, dtype=torch.int64, device=start.device))[0]
+            return self._map(compute, start[:1], torch.zeros(1, dtype=torch.int64, device=start.device))[0]
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever torch.func does not like; the function itself has run
+            return None
+
+    def _can_map(self, start: Tensor, first: Tensor) -> bool:
+        """Whether torch.func maps the function over points; first: what it gives at the first of them."""
+        self._maps = True
+        mapped = self._first(self._flat, start)
+        if mapped is None:
             return False
         tolerance, first = math.sqrt(self.epsilon), first.detach().flatten().to(mapped)
         size = first.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
@@ -148,16 +154,11 @@ class Residuals:
         weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype, device=first.device)
         (expected,) = torch.autograd.grad(first.flatten(), point, weights, materialize_grads=True)
         weights, expected = weights.double(), expected.double()
-        start = point.detach().unsqueeze(0)
-        rows = torch.zeros(1, dtype=torch.int64, device=start.device)
         # Forward mode carries p numbers along with each, reverse mode m, but it has less to do per operation.
         few = self._count * first.numel() ** 2 <= _FEW
         for compute in (reverse, forward) if few or point.numel() > first.numel() else (forward, reverse):
-            try:
-                J = self._map(compute, start, rows)[0]
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:
+            J = self._first(compute, point.detach().unsqueeze(0))
+            if J is None:
                 continue
             error = (weights @ J - expected).abs()
             agree = error <= math.sqrt(self.epsilon) * (weights @ J.abs())

@@ -72,8 +72,9 @@ def rebuilt_gradient(model: nn.Module, seen: SeenBatch, parameters: Sequence[Ten
     differences of, with random signs, and multiplied by 3 or 5, so that all results are rounded in another way.
     """
     loss, rule = seen.loss, loss_rule(seen.loss)
-    if isinstance(loss, TapedLoss):
-        check_taped(loss)
+    for own in loss.modules():  # itself, and the loss that it is a multiple of
+        if isinstance(own, TapedLoss):
+            check_taped(own)
     device, dtype = parameters[0].device, seen.autocast
     with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         raw = seen.forward(model, seen.inputs)

@@ -21,7 +21,6 @@ from woodbury import _random
 from woodbury._process import hooks_of
 from woodbury.loop.calls import ModelCall, Seen, differentiable, join
 from woodbury.loop.tape import LossesInside, Node, Taped, tape
-from woodbury.losses.rules import FUNCTIONS
 from woodbury.model.compiled import WrittenCall
 from woodbury.model.graph import graph_edges
 
@@ -106,7 +105,7 @@ class Watcher:
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         args, kwargs = pytree.tree_map_only(Taped, Tensor.detach, (args, dict(kwargs)))
         call = ModelCall(args, kwargs, _random.snapshot(device), module.training, autocast)
-        inside = LossesInside(FUNCTIONS, self, call)
+        inside = LossesInside(self, call)
         if self._looks_inside:
             inside.__enter__()
         self._open.append((call, inside))
@@ -120,9 +119,8 @@ class Watcher:
         if outputs is None:  # the model raised
             return None
         call.is_tensor = isinstance(outputs, Tensor)
-        call.outputs = [leaf for leaf in inside.inputs if leaf.requires_grad]
-        if call.outputs:
-            call.inside = True
+        if any(leaf.requires_grad for leaf in inside.inputs):
+            call.outputs, call.inside = inside.inputs, True
             return None
         found = call.outputs = differentiable(outputs)
         self._looks_inside = not (isinstance(outputs, Tensor) and outputs.dim())
