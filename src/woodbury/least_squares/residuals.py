@@ -68,17 +68,18 @@ class Residuals:
         self._maps = batched and self._can_map(start, first)
         self._jacobian = self._choose(point, first)
 
-    def __call__(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """f (b, m) at x (b, p); rows (b,) says which of the b fits these are, None for all."""
+    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
+        """f (b, m) at x (b, p); rows (b,) says which of all fits these are."""
         return self._map(self._flat, x, rows)
 
-    def jacobian(self, x: Tensor, rows: Tensor | None) -> Tensor:
+    def jacobian(self, x: Tensor, rows: Tensor) -> Tensor:
         """J (b, m, p)."""
         return self._map(self._jacobian, x, rows)
 
     def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """f and J at the start; raises an error that says where they cannot be used."""
-        f, J = self(x, None), self.jacobian(x, None)
+        rows = torch.arange(len(x), device=x.device)
+        f, J = self(x, rows), self.jacobian(x, rows)
         of_f, of_x = ~torch.isfinite(f), ~torch.isfinite(J).all(1)
         first, second = (of_f, "residual", self.output_shape), (of_x, "the derivative in parameter", self.shape)
         for wrong, name, shape in (first, second):
@@ -109,19 +110,15 @@ class Residuals:
             return self._args
         return tuple(value[row] if isinstance(value, Tensor) else value for value in self._args)
 
-    def _map(self, compute: Callable[..., Tensor], x: Tensor, rows: Tensor | None) -> Tensor:
+    def _map(self, compute: Callable[..., Tensor], x: Tensor, rows: Tensor) -> Tensor:
         """compute(x, *args) for each point, stacked."""
         x = x.to(self.dtype)
         with torch.enable_grad():  # the function may compute derivatives itself
-            if not self.batched:
-                values = compute(x[0], *self._args).unsqueeze(0)
-            elif not self._maps or compute == self._by_rows:
-                numbers = range(len(x)) if rows is None else rows.tolist()
-                each = [compute(point, *self._arguments(row)) for point, row in zip(x, numbers, strict=True)]
+            if not self._maps or compute == self._by_rows:
+                each = [compute(point, *self._arguments(row)) for point, row in zip(x, rows.tolist(), strict=True)]
                 values = torch.stack(each)
             else:
-                chosen: Any = slice(None) if rows is None else rows
-                args = [value[chosen] if isinstance(value, Tensor) else value for value in self._args]
+                args = [value[rows] if isinstance(value, Tensor) else value for value in self._args]
                 axes = [0 if isinstance(value, Tensor) else None for value in args]
                 values = torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
         return values.detach().double()
