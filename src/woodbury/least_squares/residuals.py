@@ -80,15 +80,17 @@ class Residuals:
         """f and J at the start; raises an error that says where they cannot be used."""
         rows = torch.arange(len(x), device=x.device)
         f, J = self(x, rows), self.jacobian(x, rows)
-        of_f, of_x = ~torch.isfinite(f), ~torch.isfinite(J).all(1)
-        first, second = (of_f, "residual", self.output_shape), (of_x, "the derivative in parameter", self.shape)
-        for wrong, name, shape in (first, second):
+        wrong_f, wrong_x = ~torch.isfinite(f), ~torch.isfinite(J).all(1)
+        for name, wrong, shape in (
+            ("residual", wrong_f, self.output_shape),
+            ("the derivative in parameter", wrong_x, self.shape),
+        ):
             if wrong.any():
                 where = place(wrong, shape, self.batched)
                 advice = "start elsewhere, or find the operation in function that gives it"
                 raise ValueError(f"{name}{where} is not finite at the start; {advice}")
-        of_f, of_x = f.abs().amax(-1, keepdim=True), J.abs().amax(1)
-        for name, sizes, shape in (("residuals", of_f, torch.Size()), ("derivatives", of_x, self.shape)):
+        largest_f, largest_x = f.abs().amax(-1, keepdim=True), J.abs().amax(1)
+        for name, sizes, shape in (("residuals", largest_f, torch.Size()), ("derivatives", largest_x, self.shape)):
             wrong = (sizes > 0) & ~((sizes > _SMALLEST) & (sizes < _LARGEST))
             if wrong.any():
                 where = place(wrong, shape, self.batched)
@@ -211,12 +213,9 @@ class Loss:
     def __init__(self, name: str, f_scale: float) -> None:
         """f_scale: C."""
         self._rho = part_named("loss", name, LOSSES)
+        self.is_linear = self._rho is None
         check_number("f_scale", f_scale, least=_SCALES[0], most=_SCALES[1])
         self._scale = float(f_scale)
-
-    @property
-    def is_linear(self) -> bool:
-        return self._rho is None
 
     def cost(self, f: Tensor) -> Tensor:
         """(b,)"""
