@@ -56,7 +56,6 @@ class Watcher:
         self._parameters = list(parameters)
         self._probe = min(parameters, key=lambda parameter: parameter.numel())
         self._open: list[tuple[ModelCall, LossesInside]] = []  # calls that are running
-        self._off = False
         self._looks_inside = True  # until the model has shown that it computes no loss
         self._handles: list[Any] = []
         self.clear()
@@ -86,18 +85,16 @@ class Watcher:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, calls of the model are not noted, and it has no hooks of ours: it may be a plain chain."""
-        self._off = True
         self.close()
         try:
             yield
         finally:
             self._open_hooks()
-            self._off = False
 
     # -- hooks -------------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._off or not torch.is_grad_enabled() or self._open:
+        if not torch.is_grad_enabled() or self._open:
             return
         hooks, place = module._forward_hooks, self._handles[1].id
         hooks[place] = hooks.pop(place)  # the last: hooks that were added since belong to the model
@@ -111,7 +108,7 @@ class Watcher:
         self._open.append((call, inside))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        if self._off or not self._open:
+        if not self._open:
             return None
         call, inside = self._open.pop()
         if self._looks_inside:
@@ -133,8 +130,6 @@ class Watcher:
 
     def before_backward(self, root: Node) -> None:
         """A backward pass from a loss of these outputs starts. What is wrong about it is said by the next step."""
-        if self._off:
-            return
         if not any(part.grad is not None and bool(part.grad.any()) for part in self._parameters):
             self.clear()  # what was seen before zero_grad
         elif not self._calls:
@@ -290,9 +285,7 @@ def run_closure(
     watcher = Watcher(model, parameters)
     try:
         with torch.enable_grad():
-            value = closure()
-            if not watcher._calls and watcher._failure is None and isinstance(value, Taped):
-                value.backward()  # a closure that only returns the loss
+            closure()
         return watcher.take(known)
     finally:
         watcher.close()
