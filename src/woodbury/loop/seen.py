@@ -145,19 +145,16 @@ def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
     factor = _constant_factor(root, node)
     if not isinstance(source, Node) or not isinstance(targets, Tensor) or not factor > 0:
         return None
+    if any(isinstance(value, Node) for value in options.values()):
+        return None
     if kind is nn.GaussianNLLLoss:
-        variance = options.pop("var")
-        if isinstance(variance, Node):
-            return None
-        variance = torch.as_tensor(variance, device=targets.device).to(targets)
+        variance = torch.as_tensor(options.pop("var"), device=targets.device).to(targets)
         targets = torch.stack([targets, variance.expand_as(targets)], 1)
-    if {"size_average", "reduce"} & options.keys() or any(isinstance(value, Node) for value in options.values()):
-        return None
     loss = _module(kind, options)
-    if loss is None:
+    placed = None if loss is None else _place(loss, source, base, targets.detach(), samples)
+    if loss is None or placed is None:
         return None
-    placed = _place(loss, source, base, targets.detach(), samples)
-    return None if placed is None else Recognised(loss, base, placed[0], factor, classes_last=placed[1])
+    return Recognised(loss, base, placed[0], factor, classes_last=placed[1])
 
 
 def _constant_factor(root: Node, node: Node) -> float:
@@ -210,13 +207,13 @@ def _place(loss: Any, source: Node, base: Base, targets: Tensor, samples: int) -
 
 
 def _module(kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module | None:
-    """A loss with these options, None if the module does not have one of them."""
+    """A loss of one number with these options, None if the module does not have one of them."""
     try:
         loss = kind(**options)
     except TypeError:
         return None
     tensors = {name for name, value in options.items() if isinstance(value, Tensor)}
-    return loss if tensors <= loss._buffers.keys() else None
+    return loss if loss.reduction != "none" and tensors <= loss._buffers.keys() else None
 
 
 def same_loss(a: nn.Module, b: nn.Module) -> bool:
