@@ -147,7 +147,8 @@ def problem_of(function, x, limits=None):
 
 
 def begin(problem, x):
-    return iteration._begin(problem, x, problem.residuals(x, None), problem.residuals.jacobian(x, None))
+    rows = torch.arange(len(x))
+    return iteration._begin(problem, x, problem.residuals(x, rows), problem.residuals.jacobian(x, rows))
 
 
 @pytest.mark.parametrize("radius", [0.05, 5.0])

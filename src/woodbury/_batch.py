@@ -27,10 +27,10 @@ class BadSamplesError(ValueError):
         self.indices = list(indices)
 
 
-def in_words(indices: Sequence[int]) -> str:
-    """The first ten of these indices, for a message."""
-    shown = ", ".join(map(str, indices[:10]))
-    return shown if len(indices) <= 10 else f"{shown}, ..."
+def in_words(items: Sequence[object]) -> str:
+    """The first ten of these indices or names, for a message."""
+    shown = ", ".join(map(str, items[:10]))
+    return shown if len(items) <= 10 else f"{shown}, ..."
 
 
 def _leaves(tree: Any) -> list[Tensor]:

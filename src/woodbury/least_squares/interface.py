@@ -127,7 +127,7 @@ def least_squares(
 def _result(problem: Problem, ends: Fits) -> LeastSquaresResult:
     """The ends in the shapes of the caller."""
     residuals, x = problem.residuals, ends.x
-    target, J = problem.loss.gauss_newton(ends.f, residuals.jacobian(x, None))
+    target, J = problem.loss.gauss_newton(ends.f, residuals.jacobian(x, ends.row))
     g = gradient(J, target)
     mask, distance = torch.zeros_like(x, dtype=torch.int64), torch.ones_like(x)
     if problem.bounds is not None:

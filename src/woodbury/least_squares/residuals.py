@@ -68,26 +68,29 @@ class Residuals:
         self._maps = batched and self._can_map(start, first)
         self._jacobian = self._choose(point, first)
 
-    def __call__(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """f (b, m) at x (b, p); rows (b,) says which of the b fits these are, None for all."""
+    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
+        """f (b, m) at x (b, p); rows (b,) says which of all fits these are."""
         return self._map(self._flat, x, rows)
 
-    def jacobian(self, x: Tensor, rows: Tensor | None) -> Tensor:
+    def jacobian(self, x: Tensor, rows: Tensor) -> Tensor:
         """J (b, m, p)."""
         return self._map(self._jacobian, x, rows)
 
     def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """f and J at the start; raises an error that says where they cannot be used."""
-        f, J = self(x, None), self.jacobian(x, None)
-        of_f, of_x = ~torch.isfinite(f), ~torch.isfinite(J).all(1)
-        first, second = (of_f, "residual", self.output_shape), (of_x, "the derivative in parameter", self.shape)
-        for wrong, name, shape in (first, second):
+        rows = torch.arange(len(x), device=x.device)
+        f, J = self(x, rows), self.jacobian(x, rows)
+        wrong_f, wrong_x = ~torch.isfinite(f), ~torch.isfinite(J).all(1)
+        for name, wrong, shape in (
+            ("residual", wrong_f, self.output_shape),
+            ("the derivative in parameter", wrong_x, self.shape),
+        ):
             if wrong.any():
                 where = place(wrong, shape, self.batched)
                 advice = "start elsewhere, or find the operation in function that gives it"
                 raise ValueError(f"{name}{where} is not finite at the start; {advice}")
-        of_f, of_x = f.abs().amax(-1, keepdim=True), J.abs().amax(1)
-        for name, sizes, shape in (("residuals", of_f, torch.Size()), ("derivatives", of_x, self.shape)):
+        largest_f, largest_x = f.abs().amax(-1, keepdim=True), J.abs().amax(1)
+        for name, sizes, shape in (("residuals", largest_f, torch.Size()), ("derivatives", largest_x, self.shape)):
             wrong = (sizes > 0) & ~((sizes > _SMALLEST) & (sizes < _LARGEST))
             if wrong.any():
                 where = place(wrong, shape, self.batched)
@@ -109,31 +112,33 @@ class Residuals:
             return self._args
         return tuple(value[row] if isinstance(value, Tensor) else value for value in self._args)
 
-    def _map(self, compute: Callable[..., Tensor], x: Tensor, rows: Tensor | None) -> Tensor:
+    def _map(self, compute: Callable[..., Tensor], x: Tensor, rows: Tensor) -> Tensor:
         """compute(x, *args) for each point, stacked."""
         x = x.to(self.dtype)
         with torch.enable_grad():  # the function may compute derivatives itself
-            if not self.batched:
-                values = compute(x[0], *self._args).unsqueeze(0)
-            elif not self._maps or compute == self._by_rows:
-                numbers = range(len(x)) if rows is None else rows.tolist()
-                each = [compute(point, *self._arguments(row)) for point, row in zip(x, numbers, strict=True)]
+            if not self._maps or compute == self._by_rows:
+                each = [compute(point, *self._arguments(row)) for point, row in zip(x, rows.tolist(), strict=True)]
                 values = torch.stack(each)
             else:
-                chosen: Any = slice(None) if rows is None else rows
-                args = [value[chosen] if isinstance(value, Tensor) else value for value in self._args]
+                args = [value[rows] if isinstance(value, Tensor) else value for value in self._args]
                 axes = [0 if isinstance(value, Tensor) else None for value in args]
                 values = torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
         return values.detach().double()
 
-    def _can_map(self, start: Tensor, first: Tensor) -> bool:
-        """Whether torch.func maps the function over points; first: what it gives at the first of them."""
-        self._maps = True
+    def _first(self, compute: Callable[..., Tensor], start: Tensor) -> Tensor | None:
+        """What torch.func gives for the first fit; None where it cannot transform the function."""
         try:
-            mapped = self(start[:1], torch.zeros(1, dtype=torch.int64, device=start.device))[0]
+            return self._map(compute, start[:1], torch.zeros(1, dtype=torch.int64, device=start.device))[0]
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever torch.func does not like; the function itself has run
+            return None
+
+    def _can_map(self, start: Tensor, first: Tensor) -> bool:
+        """Whether torch.func maps the function over points; first: what it gives at the first of them."""
+        self._maps = True
+        mapped = self._first(self._flat, start)
+        if mapped is None:
             return False
         tolerance, first = math.sqrt(self.epsilon), first.detach().flatten().to(mapped)
         size = first.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
@@ -148,16 +153,11 @@ class Residuals:
         weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype, device=first.device)
         (expected,) = torch.autograd.grad(first.flatten(), point, weights, materialize_grads=True)
         weights, expected = weights.double(), expected.double()
-        start = point.detach().unsqueeze(0)
-        rows = torch.zeros(1, dtype=torch.int64, device=start.device)
         # Forward mode carries p numbers along with each, reverse mode m, but it has less to do per operation.
         few = self._count * first.numel() ** 2 <= _FEW
         for compute in (reverse, forward) if few or point.numel() > first.numel() else (forward, reverse):
-            try:
-                J = self._map(compute, start, rows)[0]
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:
+            J = self._first(compute, point.detach().unsqueeze(0))
+            if J is None:
                 continue
             error = (weights @ J - expected).abs()
             agree = error <= math.sqrt(self.epsilon) * (weights @ J.abs())
@@ -213,12 +213,9 @@ class Loss:
     def __init__(self, name: str, f_scale: float) -> None:
         """f_scale: C."""
         self._rho = part_named("loss", name, LOSSES)
+        self.is_linear = self._rho is None
         check_number("f_scale", f_scale, least=_SCALES[0], most=_SCALES[1])
         self._scale = float(f_scale)
-
-    @property
-    def is_linear(self) -> bool:
-        return self._rho is None
 
     def cost(self, f: Tensor) -> Tensor:
         """(b,)"""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from woodbury import _batch, _random
 from woodbury.loop.seen import Recognised, TapedLoss, recognise, same_loss
 from woodbury.loop.tape import Base, LossesInside, Node, state_of
-from woodbury.losses.rules import FUNCTIONS, ScaledLoss, loss_rule
+from woodbury.losses.rules import ScaledLoss, loss_rule
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 
@@ -67,8 +67,9 @@ class ModelCall:
     def begin_at(self, root: Node, base: Base) -> None:
         """Note the loss that was sent back, and the outputs it begins at."""
         self.root, self.base, self.is_sent_back = root, base, True
-        same = [leaf.data_ptr() == base.address and leaf.shape == base.tensor.shape for leaf in self.outputs]
-        self.place = same.index(True) if True in same else 0
+        for place, leaf in enumerate(self.outputs):
+            if leaf.requires_grad and leaf.data_ptr() == base.address and leaf.shape == base.tensor.shape:
+                self.place = place
 
     def check_unchanged(self, model: nn.Module) -> None:
         """Raise if what the loss was computed from is not there any more."""
@@ -99,7 +100,7 @@ class SeenForward:
         samples = _batch.sample_count(inputs)
         args, kwargs = (inputs["args"], inputs["kwargs"]) if isinstance(inputs, dict) else ((inputs,), {})
         if self.inside:
-            with LossesInside(FUNCTIONS) as seen:
+            with LossesInside() as seen:
                 model(*args, **kwargs)
             outputs = seen.inputs[self.place]
         else:
@@ -116,7 +117,7 @@ class SeenBatch:
     loss: nn.Module
     forward: Forward
     random: _random.Snapshot | None  # from which the passes of the step draw; None where nothing can be repeated
-    autocast: torch.dtype | None = None  # that the model was called in
+    autocast: torch.dtype | None  # that the model was called in
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,7 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
     """One batch of all calls, and its loss, times a factor."""
     first = calls[0]
     sizes = [_batch.sample_count(call.inputs) for call in calls]
-    seen = [recognise(call.root, call.base, size) for call, size in zip(calls, sizes, strict=True)]
-    random = first.random if len(calls) == 1 else None
-    found = [each for each in seen if each is not None]
-    if len(found) < len(calls):
-        return _of_any_loss(calls, sizes, factor)
+    found = [_recognised(call, size, len(calls)) for call, size in zip(calls, sizes, strict=True)]
     loss = found[0].loss
     if any(not same_loss(loss, each.loss) for each in found[1:]):
         raise ValueError("the micro-batches before one step have different losses")
@@ -162,7 +159,7 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
     if len(layouts) != 1:
         raise ValueError("the micro-batches before one step use the outputs of the model in different ways")
     ((place, inside, classes_last),) = layouts
-    plain = first.is_plain and not classes_last and place == 0
+    plain = first.is_plain and not classes_last
     forward = call_model if plain else SeenForward(place, inside, classes_last)
     inputs, targets = first.inputs, found[0].targets
     if len(calls) > 1:
@@ -172,7 +169,32 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
     loss = known if same_loss(loss, known) else loss
     if not _is_one(scale, found[0]):
         loss = ScaledLoss(loss, scale)
+    random = first.random if len(calls) == 1 else None
     return SeenBatch(inputs, targets, loss, forward, random, first.autocast)
+
+
+def _recognised(call: ModelCall, samples: int, call_count: int) -> Recognised:
+    """The loss of a call, one of several perhaps: one that has a rule, or else a function of the outputs."""
+    root, base = call.root, call.base
+    found = recognise(root, base, samples)
+    if found is not None:
+        return found
+    if call_count > 1:
+        raise ValueError(
+            "micro-batches can be accumulated with losses that have a rule only (those of torch.nn, at outputs "
+            "that are only reshaped or sliced): take a step for each, or use such a loss"
+        )
+    if call.inside:
+        raise ValueError("the loss inside the model has no rule: compute it outside, from the model's outputs")
+    if base.is_overwritten:
+        raise ValueError(CANNOT_RUN_AGAIN)
+    if base.tensor.dim() == 0 or len(base.tensor) != samples:
+        raise ValueError(
+            f"the loss begins at outputs of shape {tuple(base.tensor.shape)} for {samples} samples: the first "
+            "axis must be the sample axis"
+        )
+    places = torch.arange(samples, device=base.tensor.device)
+    return Recognised(TapedLoss(root, base, samples), base, places, 1.0, classes_last=False)
 
 
 def _mean_of_all(loss: Any, found: Sequence[Recognised], factor: float) -> tuple[nn.Module, float]:
@@ -211,27 +233,3 @@ def _term_count(loss: nn.Module, seen: Recognised) -> float:
         return outputs.numel()
     rule, shaped = loss_rule(loss), _by_sample(outputs, len(seen.targets), seen.classes_last)
     return float(rule.count(loss, rule.prepare(loss, shaped, seen.targets)))
-
-
-def _of_any_loss(calls: Sequence[ModelCall], sizes: Sequence[int], factor: float) -> SeenBatch:
-    """A batch whose loss has no rule: a function of the outputs, by its tape."""
-    call = calls[0]
-    if len(calls) > 1:
-        raise ValueError(
-            "micro-batches can be accumulated with losses that have a rule only (those of torch.nn, at outputs "
-            "that are only reshaped or sliced): take a step for each, or use such a loss"
-        )
-    if call.inside:
-        raise ValueError("the loss inside the model has no rule: compute it outside, from the model's outputs")
-    root, base, samples = call.root, call.base, sizes[0]
-    if base.is_overwritten:
-        raise ValueError(CANNOT_RUN_AGAIN)
-    if base.tensor.dim() == 0 or len(base.tensor) != samples:
-        raise ValueError(
-            f"the loss begins at outputs of shape {tuple(base.tensor.shape)} for {samples} samples: the first "
-            "axis must be the sample axis"
-        )
-    loss = TapedLoss(root, base, factor, samples)
-    forward = call_model if call.is_plain else SeenForward(call.place, False, False)
-    places = torch.arange(samples, device=base.tensor.device)
-    return SeenBatch(call.inputs, places, loss, forward, call.random, call.autocast)

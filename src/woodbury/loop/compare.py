@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from woodbury._batch import in_words
 from woodbury.loop.calls import Seen, SeenBatch
 from woodbury.loop.seen import TapedLoss, check_taped
 from woodbury.losses.rules import loss_rule, prepare
@@ -72,8 +73,9 @@ def rebuilt_gradient(model: nn.Module, seen: SeenBatch, parameters: Sequence[Ten
     differences of, with random signs, and multiplied by 3 or 5, so that all results are rounded in another way.
     """
     loss, rule = seen.loss, loss_rule(seen.loss)
-    if isinstance(loss, TapedLoss):
-        check_taped(loss)
+    for own in loss.modules():  # itself, and the loss that it is a multiple of
+        if isinstance(own, TapedLoss):
+            check_taped(own)
     device, dtype = parameters[0].device, seen.autocast
     with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         raw = seen.forward(model, seen.inputs)
@@ -138,7 +140,7 @@ def common_factor(names: Sequence[str], mine: Gradient, errors: Gradient, theirs
     worst = max(wrong, key=lambda name: wrong[name])
     raise ValueError(
         f"the step would not be that of the loop: the gradient of the loss as it was seen is not .grad of "
-        f"{_in_words(list(wrong))} (by {wrong[worst]:.1%} of it for {worst!r}). {cause}. Nothing was "
+        f"{in_words([*map(repr, wrong)])} (by {wrong[worst]:.1%} of it for {worst!r}). {cause}. Nothing was "
         "changed. Ways out: put all that belongs to the loss into one expression of the model's outputs, with one "
         "backward pass; weight_decay= for a penalty on the weights; or step(inputs, targets) with a loss of your "
         "own (register_loss)"
@@ -147,8 +149,3 @@ def common_factor(names: Sequence[str], mine: Gradient, errors: Gradient, theirs
 
 def _distance(a: Gradient, b: Gradient) -> float:
     return float(sum((one - other).square().sum() for one, other in zip(a, b, strict=True)))
-
-
-def _in_words(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -7,21 +7,19 @@ sliced or reordered. `TapedLoss` is any other: its residual and its Hessian at e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from woodbury import _random
 from woodbury.loop.tape import Base, Node
 from woodbury.losses.rules import FUNCTIONS, LossRule, register_loss
 
 _signature = cache(inspect.signature)
-_PER_CLASS = (F.cross_entropy, F.nll_loss)
 _MOST_OUTPUTS = 1024  # per sample, whose Hessian is formed
 
 
@@ -32,33 +30,28 @@ class TapedLoss(nn.Module):
     outputs of the others as they were seen.
     """
 
-    def __init__(self, root: Node, base: Base, factor: float, samples: int) -> None:
+    def __init__(self, root: Node, base: Base, samples: int) -> None:
         super().__init__()
-        self.root, self.base, self.factor, self.samples = root, base, factor, samples
+        self.root, self.base, self.samples = root, base, samples
         self.seen = base.tensor.reshape(samples, -1)
         self.at_seen = self.value(self.seen).detach()
 
     def value(self, outputs: Tensor) -> Tensor:
         """f, for outputs (n, C) of the whole batch."""
         with torch.enable_grad():
-            value = self.root.value_from(self.base, outputs.reshape(self.base.tensor.shape))
-            return (value * self.factor).sum()  # of one number
+            return self.root.value_from(self.base, outputs.reshape(self.base.tensor.shape)).sum()  # of one number
 
-    def hessian_times(self, outputs: Tensor, directions: Iterable[Tensor]) -> list[Tensor] | None:
-        """Products of the second derivatives of f at outputs (n, C) of the whole batch; None for zero."""
+    def hessian_times(self, outputs: Tensor, directions: Iterable[Tensor]) -> list[Tensor]:
+        """Products of the second derivatives of f at outputs (n, C) of the whole batch."""
         point = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(self.value(point), point, create_graph=True)
-        if not slope.requires_grad:
-            return None
+        if not slope.requires_grad:  # f is linear
+            return [torch.zeros_like(each) for each in directions]
         return [torch.autograd.grad(slope, point, each, retain_graph=True)[0] for each in directions]
 
     def with_others(self, outputs: Tensor, places: Tensor) -> Tensor:
         """Outputs (n, C) of the whole batch, those at `places` given and the others as they were seen."""
         return self.seen.to(outputs.dtype).index_copy(0, places, outputs.reshape(len(places), -1))
-
-    def forward(self, outputs: Tensor, places: Tensor) -> Tensor:
-        """The mean of N l_i over the samples at `places`."""
-        return _TapedRule().total(self, outputs, places) / len(places)
 
 
 @register_loss(TapedLoss)
@@ -94,8 +87,6 @@ class _TapedRule(LossRule):
         units = torch.eye(size, dtype=torch.float64, device=outputs.device).unsqueeze(1)
         directions = units.expand(-1, loss.samples, -1)  # each the same for all samples
         columns = loss.hessian_times(loss.with_others(outputs.double(), targets), directions)
-        if columns is None:
-            return outputs.new_zeros(len(targets), size, size), None
         hessian = loss.samples * torch.stack(columns, 2)[targets]
         eigenvalues, eigenvectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT))
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
@@ -119,12 +110,9 @@ def check_taped(loss: TapedLoss) -> None:
     signs = torch.ones(shape[0], 1, dtype=torch.float64, device="cpu")
     signs[1::2] = -1.0
     signs = signs[torch.randperm(shape[0], generator=generator, device="cpu")].to(loss.seen.device)
-    products = loss.hessian_times(loss.seen.double(), (vector, signs * vector))
-    if products is None:
-        return
-    error = (signs * products[0] - products[1]).abs().max()
+    product, of_signed = loss.hessian_times(loss.seen.double(), (vector, signs * vector))
     # the second derivative of one sample is exact to rounding; operations in float32 inside have fewer digits
-    if error > 1e-3 * products[0].abs().max():
+    if (signs * product - of_signed).abs().max() > 1e-3 * product.abs().max():
         raise ValueError(
             "the loss mixes samples: its second derivatives between outputs of different samples are not zero. A "
             "step needs a loss that is a sum of one term per sample"
@@ -157,19 +145,16 @@ def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
     factor = _constant_factor(root, node)
     if not isinstance(source, Node) or not isinstance(targets, Tensor) or not factor > 0:
         return None
+    if any(isinstance(value, Node) for value in options.values()):
+        return None
     if kind is nn.GaussianNLLLoss:
-        variance = options.pop("var")
-        if isinstance(variance, Node):
-            return None
-        variance = torch.as_tensor(variance, device=targets.device).to(targets)
+        variance = torch.as_tensor(options.pop("var"), device=targets.device).to(targets)
         targets = torch.stack([targets, variance.expand_as(targets)], 1)
-    if {"size_average", "reduce"} & options.keys() or any(isinstance(value, Node) for value in options.values()):
-        return None
     loss = _module(kind, options)
-    if loss is None:
+    placed = None if loss is None else _place(loss, source, base, targets.detach(), samples)
+    if loss is None or placed is None:
         return None
-    placed = _place(node.function, loss, source, base, targets.detach(), samples)
-    return None if placed is None else Recognised(loss, base, *placed[:1], factor, placed[1])
+    return Recognised(loss, base, placed[0], factor, classes_last=placed[1])
 
 
 def _constant_factor(root: Node, node: Node) -> float:
@@ -183,17 +168,15 @@ def _constant_factor(root: Node, node: Node) -> float:
     return factor if spread <= 8 * torch.finfo(root.tensor.dtype).eps * abs(factor) else 0.0
 
 
-def _place(
-    function: Callable[..., Any], loss: Any, source: Node, base: Base, targets: Tensor, samples: int
-) -> tuple[Tensor, bool] | None:
+def _place(loss: Any, source: Node, base: Base, targets: Tensor, samples: int) -> tuple[Tensor, bool] | None:
     """Targets for outputs as the base has them, and whether these have their classes last; None if unknown."""
     outputs = base.tensor
     if source is base and len(outputs) == samples:
         return targets, False
-    per_class = function in _PER_CLASS
+    per_class = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
     if per_class and (source.tensor.dim() != 2 or targets.dim() != 1):
         return None  # of other shapes only as the base has them
-    if function is F.gaussian_nll_loss or outputs.numel() % samples or base.is_overwritten:
+    if isinstance(loss, nn.GaussianNLLLoss) or outputs.numel() % samples or base.is_overwritten:
         return None
     # where each number at the loss comes from: the operations between run on the places of the outputs
     places = torch.arange(outputs.numel(), dtype=torch.float64, device=outputs.device).reshape(outputs.shape)
@@ -224,27 +207,24 @@ def _place(
 
 
 def _module(kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module | None:
-    """A loss with these options, None if the module does not have one of them."""
-    tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
-    plain = {name: value for name, value in options.items() if name not in tensors}
-    loss = kind(**plain)
-    if not tensors.keys() <= loss._buffers.keys():
+    """A loss of one number with these options, None if the module does not have one of them."""
+    try:
+        loss = kind(**options)
+    except TypeError:
         return None
-    loss._buffers.update(tensors)
-    return loss
+    tensors = {name for name, value in options.items() if isinstance(value, Tensor)}
+    return loss if loss.reduction != "none" and tensors <= loss._buffers.keys() else None
 
 
 def same_loss(a: nn.Module, b: nn.Module) -> bool:
     """Whether two losses are of one kind with the same options."""
-    if type(a) is not type(b):
-        return False
-    first, second = _options(a), _options(b)
-    return first.keys() == second.keys() and all(
-        first[name] is second[name] if isinstance(first[name], Tensor) else first[name] == second[name]
-        for name in first
-    )
+    return type(a) is type(b) and _options(a) == _options(b)
 
 
 def _options(loss: nn.Module) -> dict[str, Any]:
-    plain = {name: value for name, value in vars(loss).items() if name[0] != "_" and name != "training"}
-    return {**plain, **{name: value for name, value in loss._buffers.items() if value is not None}}
+    """By name; tensors by their ids."""
+    return {
+        name: id(value) if isinstance(value, Tensor) else value
+        for name, value in {**vars(loss), **loss._buffers}.items()
+        if name[0] != "_" and name != "training"
+    }

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from woodbury.losses.rules import FUNCTIONS
+
 Operation = Callable[..., Any]
 _NO_WHOLE_GRAPH = (
     "a woodbury optimizer follows the operations from the outputs of a model to its loss: compile the loss "
@@ -263,11 +265,10 @@ def tape(outputs: Tensor, owner: Owner, call: Any) -> Taped:
 
 
 class LossesInside(TorchFunctionMode):
-    """Inside, the first argument of each of these functions is noted, and given a tape if there is an owner."""
+    """Inside, the first argument of torch's loss functions is noted, and given a tape if there is an owner."""
 
-    def __init__(self, functions: Iterable[Operation], owner: Owner | None = None, call: Any = None) -> None:
+    def __init__(self, owner: Owner | None = None, call: Any = None) -> None:
         super().__init__()
-        self._functions = set(functions)
         self._owner, self._call = owner, call
         self.inputs: list[Tensor] = []  # of these functions, in the order they were called
 
@@ -275,7 +276,7 @@ class LossesInside(TorchFunctionMode):
         self, function: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if function in self._functions:
+        if function in FUNCTIONS:
             first = args[0] if args else kwargs.get("input")
             if isinstance(first, Tensor) and not isinstance(first, Taped):
                 self.inputs.append(first)

@@ -21,7 +21,6 @@ from woodbury import _random
 from woodbury._process import hooks_of
 from woodbury.loop.calls import ModelCall, Seen, differentiable, join
 from woodbury.loop.tape import LossesInside, Node, Taped, tape
-from woodbury.losses.rules import FUNCTIONS
 from woodbury.model.compiled import WrittenCall
 from woodbury.model.graph import graph_edges
 
@@ -57,7 +56,6 @@ class Watcher:
         self._parameters = list(parameters)
         self._probe = min(parameters, key=lambda parameter: parameter.numel())
         self._open: list[tuple[ModelCall, LossesInside]] = []  # calls that are running
-        self._off = False
         self._looks_inside = True  # until the model has shown that it computes no loss
         self._handles: list[Any] = []
         self.clear()
@@ -87,18 +85,16 @@ class Watcher:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, calls of the model are not noted, and it has no hooks of ours: it may be a plain chain."""
-        self._off = True
         self.close()
         try:
             yield
         finally:
             self._open_hooks()
-            self._off = False
 
     # -- hooks -------------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._off or not torch.is_grad_enabled() or self._open:
+        if not torch.is_grad_enabled() or self._open:
             return
         hooks, place = module._forward_hooks, self._handles[1].id
         hooks[place] = hooks.pop(place)  # the last: hooks that were added since belong to the model
@@ -106,13 +102,13 @@ class Watcher:
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         args, kwargs = pytree.tree_map_only(Taped, Tensor.detach, (args, dict(kwargs)))
         call = ModelCall(args, kwargs, _random.snapshot(device), module.training, autocast)
-        inside = LossesInside(FUNCTIONS, self, call)
+        inside = LossesInside(self, call)
         if self._looks_inside:
             inside.__enter__()
         self._open.append((call, inside))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        if self._off or not self._open:
+        if not self._open:
             return None
         call, inside = self._open.pop()
         if self._looks_inside:
@@ -120,9 +116,8 @@ class Watcher:
         if outputs is None:  # the model raised
             return None
         call.is_tensor = isinstance(outputs, Tensor)
-        call.outputs = [leaf for leaf in inside.inputs if leaf.requires_grad]
-        if call.outputs:
-            call.inside = True
+        if any(leaf.requires_grad for leaf in inside.inputs):
+            call.outputs, call.inside = inside.inputs, True
             return None
         found = call.outputs = differentiable(outputs)
         self._looks_inside = not (isinstance(outputs, Tensor) and outputs.dim())
@@ -135,8 +130,6 @@ class Watcher:
 
     def before_backward(self, root: Node) -> None:
         """A backward pass from a loss of these outputs starts. What is wrong about it is said by the next step."""
-        if self._off:
-            return
         if not any(part.grad is not None and bool(part.grad.any()) for part in self._parameters):
             self.clear()  # what was seen before zero_grad
         elif not self._calls:
@@ -292,9 +285,7 @@ def run_closure(
     watcher = Watcher(model, parameters)
     try:
         with torch.enable_grad():
-            value = closure()
-            if not watcher._calls and watcher._failure is None and isinstance(value, Taped):
-                value.backward()  # a closure that only returns the loss
+            closure()
         return watcher.take(known)
     finally:
         watcher.close()

@@ -54,7 +54,6 @@ class TrainingData:
         summed = copy.copy(self._loss)
         if self._rule.takes_sum:  # or its values do not depend on the reduction
             summed.reduction = "sum"  # type: ignore[assignment]
-        self._is_squared = isinstance(loss, nn.MSELoss)
 
         def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
             outputs = captured.outputs.detach()
@@ -106,8 +105,8 @@ class TrainingData:
         return self._rule.prepare(loss, outputs, one_hot.double()) * is_used.unsqueeze(1)
 
     def factor_of(self, noise: float | None) -> float:
-        """What the sum of the loss is multiplied by in the likelihood."""
-        return 1 / (2 * noise) if self._is_squared and noise is not None else 1.0
+        """What the sum of the loss is multiplied by in the likelihood; noise: of squared error."""
+        return 1.0 if noise is None else 1 / (2 * noise)
 
     @property
     def squared_parameters(self) -> dict[str, float]:

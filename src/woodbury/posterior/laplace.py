@@ -214,7 +214,7 @@ def posterior(
     by_evidence = isinstance(prior, str) or (is_squared and isinstance(noise, str))
     eigenvalues = torch.linalg.eigvalsh(matrix).clamp_min(0) if by_evidence else matrix.new_zeros(0)
     size, square = data.number_count, sum(data.squared_parameters.values())
-    variance = None if not is_squared or isinstance(noise, str) else float(noise)
+    variance = None if isinstance(noise, str) else float(noise)
     if isinstance(prior, str):
         if is_squared and variance is None:
             precision, variance = both_by_evidence(eigenvalues, size, data.total, square)

@@ -20,11 +20,9 @@ from woodbury.row_matrix import Rows
 
 def root_of_scales(rows: Rows, precisions: Mapping[str, float]) -> Tensor:
     """The diagonal of D^1/2, (p,)."""
-    parts = [
-        torch.full((own.numel(),), precisions[name] ** -0.5, dtype=torch.float64, device=own.device)
-        for name, own in rows.plan.parameters.items()
-    ]
-    return torch.cat(parts)
+    roots, device = [precisions[name] ** -0.5 for name in rows.plan.parameters], rows.plan.device
+    sizes = torch.tensor(rows.plan.space.sizes, device=device)
+    return torch.tensor(roots, dtype=torch.float64, device=device).repeat_interleave(sizes)
 
 
 @dataclass
@@ -118,8 +116,7 @@ class InParameterSpace(_Factored):
         return torch.stack([self.rows.matvec(self._as_vector(own)).double() for own in solved.mT])
 
     def determined(self) -> dict[str, float]:
-        inverse = torch.cholesky_inverse(self.lower).diagonal()
-        parts = inverse.split([own.numel() for own in self.rows.plan.parameters.values()])
+        parts = torch.cholesky_inverse(self.lower).diagonal().split(self.rows.plan.space.sizes)
         return {name: len(own) - float(own.sum()) for name, own in zip(self.precisions, parts, strict=True)}
 
     def draw(self, count: int, generator: torch.Generator | None) -> list[Vector]:

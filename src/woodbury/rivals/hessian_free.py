@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from woodbury._choice import check_number, check_whole_number
-from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scalar
 from woodbury.linalg import minimize_quadratic
@@ -45,8 +44,9 @@ class _EarlyStopped(Damped):
         return
 
     def minimizer(self) -> Minimizer:
-        quadratic, damping, solver = self.quadratic, float(self.damping), self.quadratic.solver
-        assert isinstance(solver, EarlyStopped)
+        quadratic, damping = self.quadratic, float(self.damping)
+        solver, rows = quadratic.solver, quadratic.rows
+        assert isinstance(solver, EarlyStopped) and isinstance(rows, FactorProducts)
         linear = quadratic.all_of_gradient()
         if quadratic.decay is not None:
             linear = linear + quadratic.decay.force
@@ -55,7 +55,8 @@ class _EarlyStopped(Damped):
 
         def product(x: Tensor) -> Tensor:
             p = linear.of(x)
-            image = self._curvature(p).flat.add_(x, alpha=damping)
+            curvature = quadratic.space.pack(rows.rmatvec(rows.matvec(p) / quadratic.divisor))  # Z^T (Z p) / D
+            image = quadratic.group.sum_vector(curvature).flat.add_(x, alpha=damping)
             return image if quadratic.decay is None else image.add_(quadratic.decay.times(p).flat)
 
         minimum = minimize_quadratic(
@@ -70,13 +71,6 @@ class _EarlyStopped(Damped):
             usable=True,
             gains={"iterations": minimum.iterations},
         )
-
-    def _curvature(self, p: Vector) -> Vector:
-        """B p = Z^T (Z p) / D."""
-        rows = self.quadratic.rows
-        assert isinstance(rows, FactorProducts)
-        product = rows.rmatvec(rows.matvec(p) / self.quadratic.divisor)
-        return self.quadratic.group.sum_vector(self.quadratic.space.pack(product))
 
 
 class HessianFree(SecondOrder):
