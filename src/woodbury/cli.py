@@ -86,12 +86,13 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
         ] = 0,
         epochs: Annotated[int | None, Option(min=1, help="Epochs per run.", show_default=PRESET)] = None,
         batch_size: Annotated[int | None, Option(min=1, help="Samples per step.", show_default=PRESET)] = None,
+        lr: Annotated[float | None, Option(min=0.0, help="Learning rate.", show_default=PRESET)] = None,
         settings: Annotated[
             list[str] | None,
             Option(
                 "--set",
                 metavar="NAME=VALUE",
-                help="A setting, e.g. lr=0.1 or damping.initial=10; repeatable.",
+                help="A setting, e.g. momentum=0.9 or damping.initial=10; repeatable.",
             ),
         ] = None,
         out: Annotated[Path, Option(help="Where each command creates a folder for its runs.")] = Path("runs"),
@@ -112,7 +113,7 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
             if device == "cuda" and not torch.cuda.is_available():
                 _fail("--device cuda: torch finds no CUDA device here; use --device cpu")
             _check_name("data set", dataset, known)
-            changed = _read_settings(settings or [])
+            changed = _read_settings(settings or []) | ({} if lr is None else {"lr": lr})
             fields = {"epochs": epochs, "batch_size": batch_size, "device": device, "dtype": dtype}
             runs = product(range(seed, seed + seeds), _names(optimizers))
             configs = [_config(dataset, optimizer, seed, changed, fields) for seed, optimizer in runs]
