@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -13,6 +14,7 @@ import bounds
 import problems
 import reference
 import woodbury
+from checks import silence, told
 from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.fit.equations import Equations, TermSource
@@ -230,6 +232,14 @@ WRONG = {
     ),
     "nan points": ((lambda count: points(count) * float("nan"), run_model), "'odd'.*nan"),
     "other type": ((lambda count: points(count).float(), run_model), "'odd'.*dtype"),
+    "complex": ((points, lambda m, x: m(x) * 1j), "'odd' gave residuals of torch.complex128"),
+    "an error of its own": ((points, lambda m: m), "'odd': .*2 were given"),
+    "no number to draw": ((lambda: points(4), run_model), r"'odd': draw\(\d+\): .*1 was given"),
+    "detached": ((points, lambda m, x: m(x).detach()), "'odd' does not depend on the parameters.*detached"),
+    "no graph": (
+        (points, lambda m, x: torch.autograd.grad(m(x.requires_grad_()).sum(), x)[0] + x),
+        "'odd' does not depend on the parameters.*create_graph",
+    ),
     "mixed samples": ((points, lambda m, x: m(x) - m(x).mean()), "'odd'.*mixes the samples"),
 }
 
@@ -247,7 +257,17 @@ def test_errors_name_the_term(name):
     assert torch.equal(before, flatten(dict(model.named_parameters())))
 
 
-@pytest.mark.parametrize("term", [3, (points,), (points, 3), (points, run_model, -1.0), (points, run_model, "x")])
+@pytest.mark.parametrize(
+    "term",
+    [
+        3,
+        (points,),
+        (points, 3),
+        (points, run_model, -1.0),
+        (points, run_model, "x"),
+        ((points(2), 0.0), run_model),
+    ],
+)
 def test_what_is_no_term_is_refused_by_name(term):
     with pytest.raises((TypeError, ValueError), match="odd"):
         Equations(odd=term)
@@ -278,6 +298,50 @@ def test_a_fit_of_terms_solves_the_equation_and_says_how_far_each_term_is():
     assert float((model(x) - torch.sin(torch.pi * x)).abs().max()) < 1e-4
     first, last = fit.history[0]["terms"], fit.history[-1]["terms"]
     assert set(first) == set(last) == {"inside", "ends"} and last["inside"] < 1e-6 * first["inside"]
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.double, torch.Tensor.numpy, torch.Tensor.float])
+def test_points_are_converted_to_what_the_model_takes(kind):
+    line, ends = torch.linspace(0, 1, 65).double().unsqueeze(1), torch.tensor([[0.0], [1.0]]).double()
+    fits = []
+    for own in (torch.Tensor.double, kind):
+        terms = {"inside": (own(line), bend), "ends": ((own(ends), own(0 * ends)), run_model)}
+        with told() as texts:
+            fits.append(fitted(problems.network(1, 8, 1), Equations(**terms), steps=3).loss)
+    assert fits[0] == pytest.approx(fits[1], rel=1e-3)  # of points in float32
+    assert sum("is converted to torch.float64" in text for text in texts) == (kind is torch.Tensor.float)
+
+
+def test_conditions_keep_their_weight_where_the_rows_of_the_equation_are_zero():
+    """As those of u^2 are where the last layer of a network is zero."""
+    model, ends = problems.network(1, 8, 1), torch.tensor([[0.0], [1.0]]).double()
+    torch.nn.init.zeros_(model[-1].weight), torch.nn.init.zeros_(model[-1].bias)
+    square = lambda model, x: model(x).square()  # noqa: E731
+    terms = TermSource(model, Equations(inside=(ends, square), ends=(ends, run_model)).terms)
+    terms.balance()
+    assert terms.weights == {"inside": 1.0, "ends": 10.0}
+
+
+def test_a_fit_tells_of_a_derivative_without_a_graph_and_of_parameters_that_stay():
+    rate = nn.Parameter(torch.tensor(2.0))
+
+    def by_hand(model, x, keep=False):
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=keep, retain_graph=True)
+        return slope + rate.double() * model(x)
+
+    (model, _), x = line_problem(), torch.rand(9, 1).double()
+    for keep, expected in (
+        (False, ["without create_graph=True", "stay as they are"]),
+        (True, ["stay as they are"]),
+    ):
+        with told() as texts:
+            fitted(model, Equations(odd=(x, partial(by_hand, keep=keep))), steps=1)
+        texts = [text for text in texts if "term 'odd'" in text]
+        assert len(texts) == len(expected) and all(map(str.__contains__, texts, expected))
+    rate.requires_grad_(False)
+    with silence(UserWarning, "fit: term"):
+        fitted(model, Equations(odd=(x, partial(by_hand, keep=True))), steps=1)
 
 
 @pytest.mark.parametrize(

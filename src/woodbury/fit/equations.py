@@ -139,8 +139,8 @@ class _Source:
             check_number(f"Equations: the weight of {name}", weight, above=0)
         if callable(source):
             return _Source(_Residual(name, function), source, None, weight)
-        fixed = _as_data(source, Conversion())
         try:
+            fixed = _as_data(source, Conversion())
             _batch.check_batch(*fixed)
         except (TypeError, ValueError) as error:
             raise ValueError(f"Equations: {name}: {error}") from None
