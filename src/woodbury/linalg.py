@@ -6,8 +6,8 @@ one per layer: shapes below say (b, m) for (m,) or (b, m).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -240,13 +240,12 @@ def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
     return torch.finfo(matrix.dtype).eps * scalar(trace) * sum_of_squares(vector)
 
 
-class _ChangedPrecision:
-    def __enter__(self) -> None:
-        self._before = _precision()
-        _set_precision(("ieee",) * len(self._before))
-
-    def __exit__(self, *_: object) -> None:
-        _set_precision(self._before)
+@contextmanager
+def _changed_precision() -> Iterator[None]:
+    before = _precision()
+    _set_precision(("ieee",) * len(before))
+    yield
+    _set_precision(before)
 
 
 class _FullPrecision(ForAllThreads):
@@ -263,7 +262,7 @@ class _FullPrecision(ForAllThreads):
         return _precision()
 
 
-full_precision = _FullPrecision(_ChangedPrecision)
+full_precision = _FullPrecision(_changed_precision)
 _NOTHING = nullcontext()
 _FULL = {"ieee", "none", "highest"}
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury.device.scalars import Scalar, is_known
-from woodbury.losses.factors import DenseFactor, Factor
+from woodbury.losses.factors import DenseFactor, Factor, dense_factor
 
 RuleType = TypeVar("RuleType", bound="type[LossRule]")
 
@@ -140,6 +140,8 @@ class LossRule(ABC):
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         """S and e in as little memory as the loss allows: what a step asks for. Here what `factor` gives."""
         columns, e = self.factor(loss, outputs, targets)
+        if e is None:
+            return dense_factor(columns, self.residual(loss, outputs, targets))
         return DenseFactor(e, columns)
 
     def curved_loss(self, loss: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
@@ -319,11 +321,8 @@ class _ScaledRule(LossRule):
 
     def compact_factor(self, loss: Any, outputs: Tensor, targets: Tensor) -> Factor:
         own, root = loss_rule(loss.loss).compact_factor(loss.loss, outputs, targets), math.sqrt(loss.factor)
-        return DenseFactor(
-            None if own.e is None else own.e * root,
-            own.columns() * root,
-            rest=None if own.rest is None else own.rest * loss.factor,
-        )
+        rest = None if own.rest is None else own.rest * loss.factor
+        return DenseFactor(own.e * root, own.columns() * root, rest=rest)
 
     def curved_loss(self, loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
         own = loss_rule(loss.loss).curved_loss(loss.loss)

@@ -61,7 +61,6 @@ class TrainingData:
             self.output_shape = captured.raw.shape[1:]
             prepared = prepare(self._rule, summed, captured.raw, targets)
             factor = GaussNewtonMatrix().factor(self._rule, summed, outputs, prepared)
-            assert factor.e is not None
             self.total = float(self._rule.terms(summed, outputs, prepared).double().sum())
             self.e, self._rest_columns = factor.e.flatten().double(), factor.rest
             _check_room(captured.plan, len(self.e))
