@@ -31,14 +31,14 @@ def seen_precision():
         older = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
     except RuntimeError:  # torch mixes no settings of the two kinds
         older = None
-    return linalg._precision(), older
+    return linalg.matmul_precision(), older
 
 
 def check_full_precision(setting):
     exec(setting)
     before = seen_precision()
     with linalg.full_precision():
-        assert set(linalg._precision()) <= {"ieee", "none", "highest"}, linalg._precision()
+        assert set(linalg.matmul_precision()) <= {"ieee", "none", "highest"}, linalg.matmul_precision()
     assert seen_precision() == before, (before, seen_precision())
 
 

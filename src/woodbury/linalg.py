@@ -242,7 +242,7 @@ def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
 
 @contextmanager
 def _changed_precision() -> Iterator[None]:
-    before = _precision()
+    before = matmul_precision()
     _set_precision(("ieee",) * len(before))
     yield
     _set_precision(before)
@@ -254,12 +254,7 @@ class _FullPrecision(ForAllThreads):
     def __call__(self) -> AbstractContextManager[None]:
         """Nothing to enter where there is nothing to change, and no thread inside that will change it back."""
         with self._lock:
-            return _NOTHING if self._changed is None and _FULL.issuperset(_precision()) else self
-
-    @staticmethod
-    def settings() -> tuple[str, ...]:
-        """The global settings now."""
-        return _precision()
+            return _NOTHING if self._changed is None and _FULL.issuperset(matmul_precision()) else self
 
 
 full_precision = _FullPrecision(_changed_precision)
@@ -271,14 +266,14 @@ if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
     _cuda: Any = torch.backends.cuda.matmul
     _cpu: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (unknown to the type stubs)
 
-    def _precision() -> tuple[str, ...]:
+    def matmul_precision() -> tuple[str, ...]:
         return _cuda.fp32_precision, _cpu.fp32_precision
 
     def _set_precision(values: tuple[str, ...]) -> None:
         _cuda.fp32_precision, _cpu.fp32_precision = values
 else:
 
-    def _precision() -> tuple[str, ...]:
+    def matmul_precision() -> tuple[str, ...]:
         return (torch.get_float32_matmul_precision(),)
 
     def _set_precision(values: tuple[str, ...]) -> None:

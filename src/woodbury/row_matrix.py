@@ -87,9 +87,7 @@ class Rows:
                     mine, theirs = (form, form) if other is self else paired(form, other.forms[name])
                     own = None if scales is None else self._scales_of(name, scales)
                     total = mine.gram(theirs, own, dtype, total)
-        if total is None:
-            return self.new_zeros(self.row_count, other.row_count, dtype=dtype)
-        return total
+        return self.new_zeros(self.row_count, other.row_count, dtype=dtype) if total is None else total
 
     def new_zeros(self, *sizes: int, dtype: Dtype = None) -> Tensor:
         """Zeros of the type of the rows, or of dtype."""
@@ -166,8 +164,7 @@ class Rows:
         result: Parts = {}
         for index, (name, form) in enumerate(self.forms.items()):
             own = coefficients[index] if coefficients.dim() == 2 else coefficients
-            for local, value in form.rmatvec(own).items():
-                result[self.plan.owned[name][local]] = value
+            result |= {self.plan.owned[name][local]: value for local, value in form.rmatvec(own).items()}
         return self.plan.space.pack(result) if result else self.plan.space.zeros(coefficients)
 
     def dense(self) -> Tensor:

@@ -5,7 +5,6 @@ Every collective here is the identity for one process, so that what uses it has 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -42,11 +41,10 @@ class Group:
         self._processes = processes
         self.size = 1 if alone else torch.distributed.get_world_size(processes)
         self.rank = 0 if alone else torch.distributed.get_rank(processes)
-        self.bytes_given = 0  # that this process has put into collectives
+        self.bytes_given = 0  # of tensors that this process has put into collectives
 
-    def _run(self, given: int, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """A collective into which this process puts so many bytes."""
-        self.bytes_given += given
+    def _run(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.bytes_given += sum([own.nbytes for own in args if isinstance(own, Tensor)])
         try:
             return collective(*args, group=self._processes, **options)
         except (RuntimeError, ValueError) as error:  # a closed connection, or a timeout
@@ -60,7 +58,7 @@ class Group:
         if self.size == 1:
             return tensor
         total = tensor.detach().clone().contiguous()
-        self._run(total.nbytes, torch.distributed.all_reduce, total)
+        self._run(torch.distributed.all_reduce, total)
         return total
 
     def sums(self, *numbers: float) -> list[float]:
@@ -80,7 +78,7 @@ class Group:
         padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
         padded[..., : tensor.shape[-1]] = tensor
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        self._run(padded.nbytes, torch.distributed.all_gather, everyone, padded)
+        self._run(torch.distributed.all_gather, everyone, padded)
         return [whole[..., :length] for whole, length in zip(everyone, lengths, strict=True)]
 
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
@@ -96,7 +94,7 @@ class Group:
         if self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
-        self._run(len(pickle.dumps(value)), torch.distributed.all_gather_object, everyone, value)
+        self._run(torch.distributed.all_gather_object, everyone, value)
         return everyone
 
     def object_of_first(self, value: Any) -> Any:
@@ -104,8 +102,7 @@ class Group:
         if self.size == 1:
             return value
         shared = [value if self.rank == 0 else None]
-        given = len(pickle.dumps(value)) if self.rank == 0 else 0
-        self._run(given, torch.distributed.broadcast_object_list, shared, src=self._first())
+        self._run(torch.distributed.broadcast_object_list, shared, src=self._first())
         return shared[0]
 
     @contextmanager
@@ -147,7 +144,7 @@ class Group:
         if self.size == 1:
             return tensor
         shared = tensor.detach().clone().contiguous()
-        self._run(shared.nbytes if self.rank == 0 else 0, torch.distributed.broadcast, shared, src=self._first())
+        self._run(torch.distributed.broadcast, shared, src=self._first())
         return shared
 
     def _first(self) -> int:
