@@ -203,8 +203,7 @@ def part(tree: Any, window: slice, samples: int) -> Any:
 
 
 def _map_leaves(function: Callable[[Any], Any], tree: Any, samples: int) -> Any:
-    leaves, structure = leaves_of(tree, samples)
-    return pytree.tree_unflatten([function(leaf) for leaf in leaves], structure)
+    return pytree.tree_map(function, tree, is_leaf=lambda node: has_samples(node, samples))
 
 
 def join(trees: Sequence[Any], sizes: Sequence[int]) -> Any:

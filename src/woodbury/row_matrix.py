@@ -275,12 +275,12 @@ def rows(
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
     kind = part_named("curvature", curvature, CURVATURES)
-    loss = None if loss is None else written_model(loss)
-    rule = None if loss is None else loss_rule(loss)
+    if loss is None:
+        return capture_rows(model, inputs, targets, unit_columns, forward, fallback, max_bytes)
+    loss = written_model(loss)
+    rule = loss_rule(loss)
 
     def columns_of(captured: GraphCapture) -> Tensor:
-        if loss is None or rule is None:
-            return unit_columns(captured)
         prepared = prepare(rule, loss, captured.raw, targets)
         columns = kind.factor(rule, loss, captured.outputs.detach(), prepared).columns()
         if rule.is_sum(loss):

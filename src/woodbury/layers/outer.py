@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -55,12 +56,8 @@ class Layout:
 
     def merged(self) -> Layout:
         """The same rows with neighbours of as many rows per sample as one piece."""
-        pieces: list[tuple[int, int]] = []
-        for n, k in self.pieces:
-            if pieces and pieces[-1][1] == k:
-                n += pieces.pop()[0]
-            pieces.append((n, k))
-        return layout_of(tuple(pieces))
+        neighbours = groupby(self.pieces, key=itemgetter(1))
+        return layout_of(tuple([(sum(n for n, _ in own), k) for k, own in neighbours]))
 
     def of_rows(self, samples: Tensor, axis: int = 0) -> Tensor:
         """(n, ...) -> (r, ...) along an axis: the entry of the sample each row belongs to."""
@@ -68,13 +65,9 @@ class Layout:
             return samples
         return samples.index_select(axis, _sample_of_row(self.pieces, samples.device))
 
-    @cached_property
-    def _windows(self) -> list[slice]:
-        return [slice(*own) for own in pairwise([0, *accumulate(n * k for n, k in self.pieces)])]
-
-    def split(self, rows: Tensor) -> list[Tensor]:
+    def split(self, rows: Tensor) -> Sequence[Tensor]:
         """(r, ...) -> the rows of each piece."""
-        return [rows] if len(self.pieces) == 1 else [rows[window] for window in self._windows]
+        return [rows] if len(self.pieces) == 1 else rows.split_with_sizes([n * k for n, k in self.pieces])
 
     def multiply_(self, rows: Tensor, samples: Tensor) -> None:
         """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""

@@ -209,8 +209,8 @@ def layer_norm_rows(layer: nn.LayerNorm | nn.RMSNorm, inputs: Tensor, grads: Ten
         )
     normalise: Callable[..., Tensor] = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
     xhat = normalise(inputs, layer.normalized_shape, eps=layer.eps)
-    n, k, width = grads.shape[0], grads.shape[1], len(layer.normalized_shape)
-    features = xhat.shape[xhat.dim() - width :].numel()
+    n, k = grads.shape[:2]
+    features = math.prod(layer.normalized_shape)
     rows = _affine_rows(layer, xhat.reshape(n, -1, features), grads.reshape(n, k, -1, features))
     return {name: value.unflatten(2, tuple(layer.normalized_shape)) for name, value in rows.items()}
 

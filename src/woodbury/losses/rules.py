@@ -284,10 +284,7 @@ class ScaledLoss(nn.Module):
     def __init__(self, loss: nn.Module, factor: float, counts: bool = True) -> None:
         super().__init__()
         self.loss, self.factor, self.counts = loss, factor, counts
-
-    @property
-    def reduction(self) -> str:
-        return str(getattr(self.loss, "reduction", "mean"))
+        self.reduction = getattr(loss, "reduction", "mean")
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         value: Tensor = self.factor * self.loss(outputs, targets)
