@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -65,9 +65,13 @@ class Layout:
             return samples
         return samples.index_select(axis, _sample_of_row(self.pieces, samples.device))
 
-    def split(self, rows: Tensor) -> Sequence[Tensor]:
+    @cached_property
+    def _windows(self) -> list[slice]:
+        return [slice(*own) for own in pairwise([0, *accumulate(n * k for n, k in self.pieces)])]
+
+    def split(self, rows: Tensor) -> list[Tensor]:
         """(r, ...) -> the rows of each piece."""
-        return [rows] if len(self.pieces) == 1 else rows.split_with_sizes([n * k for n, k in self.pieces])
+        return [rows] if len(self.pieces) == 1 else [rows[window] for window in self._windows]
 
     def multiply_(self, rows: Tensor, samples: Tensor) -> None:
         """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""

@@ -102,7 +102,7 @@ class Group:
         if self.size == 1:
             return value
         shared = [value if self.rank == 0 else None]
-        self._run(torch.distributed.broadcast_object_list, shared, src=self._first())
+        self._run(torch.distributed.broadcast_object_list, shared, group_src=0)
         return shared[0]
 
     @contextmanager
@@ -144,11 +144,8 @@ class Group:
         if self.size == 1:
             return tensor
         shared = tensor.detach().clone().contiguous()
-        self._run(torch.distributed.broadcast, shared, src=self._first())
+        self._run(torch.distributed.broadcast, shared, group_src=0)
         return shared
-
-    def _first(self) -> int:
-        return 0 if self._processes is None else torch.distributed.get_global_rank(self._processes, 0)
 
     def of_first(self, numbers: Sequence[float]) -> list[float]:
         """The numbers of the first process."""
