@@ -17,7 +17,7 @@ def available_bytes(device: torch.device) -> int | None:
         with open("/proc/meminfo") as lines:
             entry = next(line for line in lines if line.startswith("MemAvailable:"))
         return int(entry.split()[1]) * 1024
-    except (OSError, StopIteration):  # it is Linux that tells
+    except (OSError, StopIteration):  # Linux alone has it
         return None
 
 

@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -101,11 +101,8 @@ def own_outputs(outputs: Tensor) -> Tensor:
 
 def spans(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
     """Each part with the window of its rows."""
-    result, row = [], 0
-    for part in parts:
-        result.append((part, slice(row, row + part.rows)))
-        row += part.rows
-    return result
+    ends = accumulate(part.rows for part in parts)
+    return [(part, slice(end - part.rows, end)) for part, end in zip(parts, ends, strict=True)]
 
 
 def row_count(parts: Sequence[Part]) -> int:
