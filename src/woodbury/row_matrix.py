@@ -160,7 +160,7 @@ class Rows:
     def rmatvec(self, coefficients: Tensor) -> Vector:
         """U^T c for coefficients (r,), or (layers, r) to give each layer its own (the paper's J^T x)."""
         if self._written is not None and coefficients.dim() == 1:
-            return self.plan.space.vector(self._written.t().mv(coefficients))
+            return Vector(self.plan.space, self._written.t().mv(coefficients))
         result: Parts = {}
         for index, (name, form) in enumerate(self.forms.items()):
             own = coefficients[index] if coefficients.dim() == 2 else coefficients

@@ -255,8 +255,6 @@ class OuterRows(WeightRows):
 
     @staticmethod
     def concatenate(forms: Sequence[OuterRows]) -> OuterRows:
-        if len(forms) == 1:
-            return forms[0]
         first, layout = forms[0], layout_of(tuple(piece for form in forms for piece in form.layout.pieces))
         inputs, grads = torch.cat([form.inputs for form in forms]), torch.cat([form.grads for form in forms])
         return OuterRows(inputs, grads, layout, first.weight, first.bias, first.affine)

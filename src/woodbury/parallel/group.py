@@ -136,8 +136,7 @@ class Group:
                 listed = (f"{value} (process {rank})" for rank, value in enumerate(values))
                 found.append(f"{name}: {', '.join(listed)}")
         if found:
-            text = f"processes that train together must have the same {'; '.join(found[:3])}"
-            raise of_all(ValueError(text))
+            raise of_all(ValueError(f"processes that train together must have the same {'; '.join(found[:3])}"))
 
     def same(self, tensor: Tensor) -> Tensor:
         """The tensor of the first process: what all of them have computed alike, to the last bit."""
@@ -151,8 +150,7 @@ class Group:
         """The numbers of the first process."""
         if self.size == 1:
             return list(numbers)
-        shared = self.same(torch.tensor(numbers, dtype=torch.float64, device=self._device()))
-        return [float(number) for number in shared.tolist()]
+        return self.same(torch.tensor(numbers, dtype=torch.float64, device=self._device())).tolist()
 
     def together(self) -> AbstractContextManager[None]:
         """At the end, an error or Ctrl-C inside on one process is one of all, before anything is exchanged."""

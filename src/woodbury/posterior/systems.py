@@ -47,7 +47,7 @@ class _Factored:
         return torch.randn(*sizes, dtype=torch.float64, generator=generator, device=device).to(self.lower.device)
 
     def _as_vector(self, flat: Tensor) -> Vector:
-        return self.rows.plan.space.vector(flat.to(self.rows.plan.dtype))
+        return Vector(self.rows.plan.space, flat.to(self.rows.plan.dtype))
 
 
 class InSampleSpace(_Factored):
