@@ -20,7 +20,6 @@ from woodbury import _process
 from woodbury._vector import flatten
 from woodbury.losses import rules as losses
 from woodbury.losses.elementwise import SquaredError
-from woodbury.losses.factors import DenseFactor
 from woodbury.model import chain as chains
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
@@ -417,8 +416,10 @@ class Differentiating(woodbury.LossRule):
 class WithoutWeights(SquaredError):  # noqa: N818  (no exception)
     """A factor without e, derived from a rule that always has it."""
 
-    def compact_factor(self, loss, outputs, targets):
-        return DenseFactor(None, super().compact_factor(loss, outputs, targets).columns())
+    compact_factor = woodbury.LossRule.compact_factor
+
+    def factor(self, loss, outputs, targets):
+        return SquaredError.compact_factor(self, loss, outputs, targets).columns(), None
 
 
 @pytest.mark.parametrize("rule", [Differentiating, WithoutWeights])

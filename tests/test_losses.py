@@ -48,11 +48,10 @@ def test_values_residual_factor_and_products_with_it_match_the_loss_module(name)
     rounding = bounds.rounding(flat.numel(), dtype=torch.float32)
     torch.testing.assert_close(rule.total(problem.loss, flat, short), values.sum(), rtol=rounding, atol=0)
     torch.testing.assert_close(rule.residual(problem.loss, flat, prepared), slopes)
-    columns, e = rule.factor(problem.loss, flat, prepared)
+    compact = rule.compact_factor(problem.loss, flat, prepared)
+    columns, e = compact.columns(), compact.e
     assert columns.shape == (len(outputs), rule.column_count(outputs.shape), flat.shape[1])
     torch.testing.assert_close(columns.mT @ columns, hessians)  # S S^T = H
-    compact = rule.compact_factor(problem.loss, flat, prepared)
-    torch.testing.assert_close(compact.e, e)
     c, y = torch.randn_like(columns[:, :, 0]), torch.randn_like(flat)
     torch.testing.assert_close(compact.matvec(c), torch.einsum("nkc,nk->nc", columns, c))
     torch.testing.assert_close(compact.rmatvec(y), torch.einsum("nkc,nc->nk", columns, y))
@@ -68,7 +67,8 @@ def test_ignored_targets_add_nothing_wherever_their_outputs_are():
     outputs.transpose(1, 2)[ignored] = 1e30
     rule, loss, flat = loss_rule(problem.loss), problem.loss, outputs.flatten(1)
     prepared = rule.prepare(loss, outputs, problem.targets)
-    columns, e = rule.factor(loss, flat, prepared)
+    factor = rule.compact_factor(loss, flat, prepared)
+    columns, e = factor.columns(), factor.e
     rows = ignored.repeat_interleave(3, dim=1)  # three columns a token
     assert columns[rows].abs().max() == 0 and e[rows].abs().max() == 0
     residual = rule.residual(loss, flat, prepared).unflatten(1, outputs.shape[1:])
@@ -88,7 +88,8 @@ def test_saturated_outputs_stay_finite_and_keep_the_residual(dtype, size):
         (nn.BCEWithLogitsLoss(), logistic, torch.tensor([[0.0], [0.0], [1.0]], dtype=dtype)),
     ):
         rule = loss_rule(loss)
-        columns, e = rule.factor(loss, outputs, targets)
+        factor = rule.compact_factor(loss, outputs, targets)
+        columns, e = factor.columns(), factor.e
         assert torch.isfinite(columns).all() and torch.isfinite(e).all()
         residual = rule.residual(loss, outputs, targets)
         image = (columns.mT @ e.unsqueeze(2)).squeeze(2)
@@ -171,7 +172,8 @@ def test_softmax_columns_are_the_householder_reflection_of_the_symmetric_factor(
     loss, outputs = nn.CrossEntropyLoss(), 3 * torch.randn(7, 4, dtype=torch.float64)
     targets = torch.randint(4, (7,))
     rule = loss_rule(loss)
-    columns, e = rule.factor(loss, outputs, targets)
+    factor = rule.compact_factor(loss, outputs, targets)
+    columns, e = factor.columns(), factor.e
     assert columns.shape == (7, 3, 4)  # one column less than classes
     residual = rule.residual(loss, outputs, targets)
     for i, p in enumerate(outputs.softmax(1)):
@@ -189,7 +191,8 @@ def test_a_target_of_zero_mass_adds_nothing():
     loss, outputs = nn.CrossEntropyLoss(), torch.randn(4, 3).double()
     targets = torch.rand(4, 3).double()
     targets[2] = 0
-    columns, e = loss_rule(loss).factor(loss, outputs, targets)
+    factor = loss_rule(loss).compact_factor(loss, outputs, targets)
+    columns, e = factor.columns(), factor.e
     assert torch.isfinite(e).all() and columns[2].abs().max() == 0 and e[2].abs().max() == 0
 
 

@@ -175,7 +175,7 @@ def test_verify_knows_the_metric_and_rows_in_units_of_adams_stay_outer_products(
     s = reference.flat(units.vector.values())
     assert residual <= bounds.of_solve((scaled * s).T @ (scaled * s), damping) * s.max() / s.min()
     forms = units.of_rows(matrix.forms)
-    found = type(matrix)(matrix.plan, forms, matrix.row_count, matrix.scale).dense()
+    found = type(matrix)(matrix.plan, forms, matrix.row_count).dense()
     assert reference.relative_error(found, scaled * s) <= bounds.rounding(1)
     linear = [name for name, form in matrix.forms.items() if type(form) is OuterRows]
     assert metric != "adam" or all(type(forms[name]) is OuterRows for name in linear)

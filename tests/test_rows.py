@@ -13,6 +13,7 @@ import problems
 import woodbury
 from fuzz.models import Parts
 from test_layers import check_rows
+from woodbury._vector import Vector
 from woodbury.model.capture import GraphCapture
 
 
@@ -169,7 +170,7 @@ def test_products_with_rows_are_the_same_once_curvature_has_written_them_out():
     names = [name for name, _ in problem.model.named_parameters()]
     rows = woodbury.rows(*problem)
     U = rows.dense()
-    v, c = rows.plan.space.vector(torch.randn(U.shape[1]).double()), torch.randn(len(U)).double()
+    v, c = Vector(rows.plan.space, torch.randn(U.shape[1]).double()), torch.randn(len(U)).double()
     for blocks, is_written in (([names[:1]], False), ([names[::-1]], False), ([names], True)):
         rows.curvature(rows.row_count, blocks)
         assert (rows._written is not None) is is_written

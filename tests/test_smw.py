@@ -169,7 +169,7 @@ def test_small_system_gives_p_and_u_p_of_the_dense_problem():
     U, g = Z[:m] / n2**0.5, (Z[:m].T @ e + Z[m:].sum(0)) / n1
 
     def solve(matrix, rhs):
-        return Solution(torch.linalg.solve(matrix, rhs), True, 1)
+        return Solution(torch.linalg.solve(matrix, rhs), True)
 
     gram, projected = (Z @ Z.T).unsqueeze(0), (Z[:m] @ p0).unsqueeze(0)
     found = solve_in_sample_space(gram, m, n2, n1, e, projected, damping, solve)

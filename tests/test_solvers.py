@@ -193,5 +193,4 @@ def test_memory_of_this_machine_is_known_or_not_claimed(monkeypatch):
         raise OSError
 
     monkeypatch.setattr("builtins.open", missing)
-    other = available_bytes(torch.device("cpu"))
-    assert other is None or 0 < other < 2**50
+    assert available_bytes(torch.device("cpu")) is None

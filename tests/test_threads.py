@@ -10,7 +10,7 @@ from torch import nn
 import processes
 import reference
 import woodbury
-from woodbury.linalg import _precision, full_precision
+from woodbury.linalg import full_precision, matmul_precision
 from woodbury.model.expanded import Copies
 
 N, CLASSES = 4, 3
@@ -89,7 +89,7 @@ def test_filters_of_warnings_are_as_before_after_two_threads():
 
 def check_precision_of_two_threads():
     torch.set_float32_matmul_precision("high")
-    before, full = _precision(), {"ieee", "none", "highest"}
+    before, full = matmul_precision(), {"ieee", "none", "highest"}
     assert not set(before) <= full
     inside, left = threading.Event(), threading.Event()
     seen = []
@@ -98,7 +98,7 @@ def check_precision_of_two_threads():
         with full_precision():
             inside.set()
             assert left.wait(60)
-            seen.append(_precision())
+            seen.append(matmul_precision())
 
     thread = threading.Thread(target=second)
     with full_precision():
@@ -107,7 +107,7 @@ def check_precision_of_two_threads():
     left.set()
     thread.join(60)
     assert seen and set(seen[0]) <= full, seen
-    assert _precision() == before, _precision()
+    assert matmul_precision() == before, matmul_precision()
 
 
 def test_precision_is_full_until_the_last_thread_is_done():

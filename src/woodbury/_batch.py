@@ -203,8 +203,7 @@ def part(tree: Any, window: slice, samples: int) -> Any:
 
 
 def _map_leaves(function: Callable[[Any], Any], tree: Any, samples: int) -> Any:
-    leaves, structure = leaves_of(tree, samples)
-    return pytree.tree_unflatten([function(leaf) for leaf in leaves], structure)
+    return pytree.tree_map(function, tree, is_leaf=lambda node: has_samples(node, samples))
 
 
 def join(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -243,11 +242,7 @@ class Batch:
         """The same with inputs of its own, which nobody changes later."""
         if self.order is not None:  # gathered, and so its own already
             return self
-
-        def copy(leaf: Any) -> Any:
-            return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-        return replace(self, inputs=_map_leaves(copy, self.inputs, self.samples))
+        return replace(self, inputs=pytree.tree_map_only(Tensor, Tensor.clone, self.inputs))
 
     def pieces(self) -> list[tuple[Any, Tensor | None, int]]:
         """S2 and the samples outside it, as (inputs, targets, samples)."""

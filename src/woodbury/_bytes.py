@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 
@@ -19,11 +17,7 @@ def available_bytes(device: torch.device) -> int | None:
         with open("/proc/meminfo") as lines:
             entry = next(line for line in lines if line.startswith("MemAvailable:"))
         return int(entry.split()[1]) * 1024
-    except (OSError, StopIteration):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # no such function, or no such name
+    except (OSError, StopIteration):  # Linux alone has it
         return None
 
 

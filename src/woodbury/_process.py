@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -25,7 +26,7 @@ class ForAllThreads:
         """change: gives the context that changes the setting and puts it back."""
         self._change = change
         self._lock = RLock()
-        self._depths: dict[int, int] = {}  # thread -> how often it is inside
+        self._depths = Counter[int]()  # thread -> how often it is inside
         self._changed: AbstractContextManager[Any] | None = None
         _CONTEXTS.append(self)
 
@@ -35,15 +36,12 @@ class ForAllThreads:
                 changed = self._change()
                 changed.__enter__()
                 self._changed = changed
-            thread = get_ident()
-            self._depths[thread] = self._depths.get(thread, 0) + 1
+            self._depths[get_ident()] += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            depth = self._depths.get(get_ident(), 0) - 1
-            if depth > 0:
-                self._depths[get_ident()] = depth
-            else:
+            self._depths[get_ident()] -= 1
+            if self._depths[get_ident()] <= 0:
                 self._leave()
 
     def _leave(self) -> None:

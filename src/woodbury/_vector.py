@@ -44,9 +44,6 @@ class Space:
             start += part.numel()
         return base
 
-    def vector(self, flat: Tensor) -> Vector:
-        return Vector(self, flat)
-
     def zeros(self, like: Tensor) -> Vector:
         """0 in the type and on the device of a tensor."""
         return Vector(self, torch.zeros(self.size, dtype=like.dtype, device=like.device))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury.device.scalars import Scalar
-from woodbury.losses.factors import DenseFactor, Factor, dense_factor
+from woodbury.losses.factors import DenseFactor, Factor
 from woodbury.losses.rules import LossRule, loss_rule
 from woodbury.products import is_sum, loss_of
 
@@ -68,15 +68,11 @@ class GaussNewtonMatrix(Curvature):
     one_pass = False
 
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        factor = rule.compact_factor(loss, outputs, targets)
-        if factor.e is None:
-            return dense_factor(factor.columns(), rule.residual(loss, outputs, targets))
-        return factor
+        return rule.compact_factor(loss, outputs, targets)
 
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
         own = (outputs, targets) if m == outputs.shape[0] else (outputs[:m], targets[:m])
         factor = self.factor(rule, loss, *own)
-        assert factor.e is not None
         columns = [factor.columns()]
         if m < outputs.shape[0]:
             columns.append(rule.residual(loss, outputs[m:], targets[m:]))
@@ -142,7 +138,6 @@ class OwnScale(GaussNewtonMatrix):
 
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         factor = super().factor(rule, loss, outputs, targets)
-        assert factor.e is not None
         columns = factor.columns()
         largest = float(columns.abs().max()) if columns.numel() else 1.0
         unit = largest if 0 < largest < math.inf else 1.0  # where there is none to divide by

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import operator
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 from weakref import WeakSet
 
@@ -107,14 +108,12 @@ def _value(own: Any) -> Any:
 
 
 def _check_caller() -> None:
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == "torch.autograd.function":
-            raise HiddenError(
-                "the model calls a torch.autograd.Function, whose second derivatives by torch's forward mode are "
-                "zeros: write it with torch's own functions"
-            )
+    modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe())]
+    if "torch.autograd.function" in modules:
+        raise HiddenError(
+            "the model calls a torch.autograd.Function, whose second derivatives by torch's forward mode are "
+            "zeros: write it with torch's own functions"
+        )
 
 
 def _by_forward_mode(func: Function, args: Any, kwargs: Any) -> Jet:
@@ -199,10 +198,8 @@ def _add(func: Function, a: Any, b: Any, sign: int = 1, **options: Any) -> Any:
 
 def _sum(terms: Iterable[Tensor | None]) -> Tensor | None:
     """Of those that are not zero."""
-    total = None
-    for term in terms:
-        total = term if total is None else total if term is None else total + term
-    return total
+    present = [term for term in terms if term is not None]
+    return reduce(operator.add, present) if present else None
 
 
 def _scale(part: Tensor | None, factor: Any) -> Tensor | None:

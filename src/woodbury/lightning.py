@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from woodbury._choice import check_whole_number
 from woodbury.optim.optimizer import SecondOrder
 
 FIELDS = ("loss", "damping", "ratio", "step_norm", "accepted")
@@ -30,10 +31,8 @@ class StepMonitor(Callback):
     """
 
     def __init__(self, fields: Sequence[str] = FIELDS, every: int = 1) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}")
-        self.fields = tuple(fields)
-        self.every = every
+        check_whole_number("every", every, least=1)
+        self.fields, self.every = tuple(fields), every
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -6,8 +6,8 @@ one per layer: shapes below say (b, m) for (m,) or (b, m).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,11 +20,10 @@ from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar, truth
 
 
 class Solution(NamedTuple):
-    """What a solver returns: the solution, whether it is usable, and how many iterations it took."""
+    """What a solver returns: the solution, and whether it is usable."""
 
     x: Tensor  # (b, m)
     ok: Truth
-    iterations: int
 
 
 def factor_cholesky(matrix: Tensor) -> tuple[Tensor, Truth]:
@@ -68,10 +67,10 @@ def solve_conjugate_gradient(
     direction = residual.clone()
     square = (residual * residual).sum(-1, keepdim=True)
     goal = tolerance**2 * square
-    for iteration in range(max_iterations):
+    for _ in range(max_iterations):
         active = square > goal
         if not active.any():
-            return Solution(x * size, truth(~active.any()), iteration)
+            return Solution(x * size, truth(~active.any()))
         image = product(direction)
         curvature = (direction * image).sum(-1, keepdim=True)
         # A block that has converged takes no further step: its direction may be zero.
@@ -80,7 +79,7 @@ def solve_conjugate_gradient(
         residual = residual - length * image
         previous, square = square, (residual * residual).sum(-1, keepdim=True)
         direction = residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
-    return Solution(x * size, truth((square <= goal).all()), max_iterations)
+    return Solution(x * size, truth((square <= goal).all()))
 
 
 class Minimum(NamedTuple):
@@ -241,13 +240,12 @@ def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
     return torch.finfo(matrix.dtype).eps * scalar(trace) * sum_of_squares(vector)
 
 
-class _ChangedPrecision:
-    def __enter__(self) -> None:
-        self._before = _precision()
-        _set_precision(("ieee",) * len(self._before))
-
-    def __exit__(self, *_: object) -> None:
-        _set_precision(self._before)
+@contextmanager
+def _changed_precision() -> Iterator[None]:
+    before = matmul_precision()
+    _set_precision(("ieee",) * len(before))
+    yield
+    _set_precision(before)
 
 
 class _FullPrecision(ForAllThreads):
@@ -256,15 +254,10 @@ class _FullPrecision(ForAllThreads):
     def __call__(self) -> AbstractContextManager[None]:
         """Nothing to enter where there is nothing to change, and no thread inside that will change it back."""
         with self._lock:
-            return _NOTHING if self._changed is None and _FULL.issuperset(_precision()) else self
-
-    @staticmethod
-    def settings() -> tuple[str, ...]:
-        """The global settings now."""
-        return _precision()
+            return _NOTHING if self._changed is None and _FULL.issuperset(matmul_precision()) else self
 
 
-full_precision = _FullPrecision(_ChangedPrecision)
+full_precision = _FullPrecision(_changed_precision)
 _NOTHING = nullcontext()
 _FULL = {"ieee", "none", "highest"}
 
@@ -273,14 +266,14 @@ if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
     _cuda: Any = torch.backends.cuda.matmul
     _cpu: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (unknown to the type stubs)
 
-    def _precision() -> tuple[str, ...]:
+    def matmul_precision() -> tuple[str, ...]:
         return _cuda.fp32_precision, _cpu.fp32_precision
 
     def _set_precision(values: tuple[str, ...]) -> None:
         _cuda.fp32_precision, _cpu.fp32_precision = values
 else:
 
-    def _precision() -> tuple[str, ...]:
+    def matmul_precision() -> tuple[str, ...]:
         return (torch.get_float32_matmul_precision(),)
 
     def _set_precision(values: tuple[str, ...]) -> None:

@@ -87,10 +87,6 @@ def is_sum(loss: nn.Module) -> bool:
     return getattr(loss, "reduction", "mean") == "sum"
 
 
-# `Curvature.at_outputs`: (loss, outputs (n, ...), targets, J v) -> what J^T turns into B v
-OutputProduct = Callable[[nn.Module, Tensor, "Tensor | None", Tensor], Tensor]
-
-
 def relative_residual(
     outputs: Tensor,
     loss: nn.Module,
@@ -102,7 +98,7 @@ def relative_residual(
     decay: Mapping[str, float],
     previous: Mapping[str, Tensor] | None,
     blocks: Sequence[Sequence[str]],
-    at_outputs: OutputProduct,
+    at_outputs: Callable[[nn.Module, Tensor, Tensor | None, Tensor], Tensor],  # that of a `Curvature`
     metric: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """|(B + W + lambda D) p - (lambda D q - g - W theta)| over the norm of the right-hand side, D the metric or I.

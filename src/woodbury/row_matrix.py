@@ -62,15 +62,14 @@ def forming_pays(sizes: tuple[tuple[int, int, int, int], ...], r: int, head: int
 
 
 class Rows:
-    """The matrix U: rows stored layer by layer, times `scale`. See the module docstring for their order."""
+    """The matrix U: rows stored layer by layer. See the module docstring for their order."""
 
     joint = False  # whether they are those of several processes
 
-    def __init__(self, plan: Plan, forms: Mapping[str, RowForm], row_count: int, scale: float = 1.0) -> None:
+    def __init__(self, plan: Plan, forms: Mapping[str, RowForm], row_count: int) -> None:
         self.plan = plan
         self.forms = forms
         self.row_count = row_count
-        self.scale = scale
         self._written: Tensor | None = None  # U itself, where `curvature` has written it out
 
     def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:
@@ -88,10 +87,7 @@ class Rows:
                     mine, theirs = (form, form) if other is self else paired(form, other.forms[name])
                     own = None if scales is None else self._scales_of(name, scales)
                     total = mine.gram(theirs, own, dtype, total)
-        if total is None:
-            return self.new_zeros(self.row_count, other.row_count, dtype=dtype)
-        scale = self.scale * other.scale
-        return total if scale == 1.0 else total.mul_(scale)
+        return self.new_zeros(self.row_count, other.row_count, dtype=dtype) if total is None else total
 
     def new_zeros(self, *sizes: int, dtype: Dtype = None) -> Tensor:
         """Zeros of the type of the rows, or of dtype."""
@@ -108,7 +104,6 @@ class Rows:
         with full_precision():
             for name, form in self.forms.items():
                 total += form.diagonal(width, self._scales_of(name, scales), dtype, self._byte_limit)
-        total *= self.scale**2
         return total.flatten() if width == 1 else total
 
     def gram_head(self, row_count: int, dtype: Dtype = None) -> list[Tensor]:
@@ -142,10 +137,8 @@ class Rows:
 
     def layer_grams(self, scales: Scales = None, dtype: Dtype = None) -> list[Tensor]:
         """The terms of `gram`, one per layer."""
-        scale = self.scale**2
         with full_precision():
-            grams = [form.gram(form, self._scales_of(name, scales), dtype) for name, form in self.forms.items()]
-        return grams if scale == 1.0 else [gram.mul_(scale) for gram in grams]
+            return [form.gram(form, self._scales_of(name, scales), dtype) for name, form in self.forms.items()]
 
     def _scales_of(self, block: str, scales: Scales) -> Scales:
         """The scales of a block's parameters, by their own names."""
@@ -159,21 +152,19 @@ class Rows:
 
     def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
         """The terms of `matvec`, one per layer."""
-        terms = [
+        return [
             form.matvec({own: vector[full] for own, full in self.plan.owned[name].items()})
             for name, form in self.forms.items()
         ]
-        return terms if self.scale == 1.0 else [term * self.scale for term in terms]
 
     def rmatvec(self, coefficients: Tensor) -> Vector:
         """U^T c for coefficients (r,), or (layers, r) to give each layer its own (the paper's J^T x)."""
         if self._written is not None and coefficients.dim() == 1:
-            return self.plan.space.vector(self._written.t().mv(coefficients))
+            return Vector(self.plan.space, self._written.t().mv(coefficients))
         result: Parts = {}
         for index, (name, form) in enumerate(self.forms.items()):
             own = coefficients[index] if coefficients.dim() == 2 else coefficients
-            for local, value in form.rmatvec(own).items():
-                result[self.plan.owned[name][local]] = value if self.scale == 1.0 else value * self.scale
+            result |= {self.plan.owned[name][local]: value for local, value in form.rmatvec(own).items()}
         return self.plan.space.pack(result) if result else self.plan.space.zeros(coefficients)
 
     def dense(self) -> Tensor:
@@ -251,8 +242,7 @@ class Rows:
                 columns.append(self.forms[module].slab(own, window, dtype)[:row_count].reshape(row_count, size))
             else:
                 columns.append(torch.zeros(row_count, size, dtype=dtype, device=self.plan.device))
-        written = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-        return written if self.scale == 1.0 else written * self.scale
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -285,18 +275,18 @@ def rows(
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
     kind = part_named("curvature", curvature, CURVATURES)
-    loss = None if loss is None else written_model(loss)
-    rule = None if loss is None else loss_rule(loss)
+    if loss is None:
+        return capture_rows(model, inputs, targets, unit_columns, forward, fallback, max_bytes)
+    loss = written_model(loss)
+    rule = loss_rule(loss)
 
-    def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
-        if loss is None or rule is None:
-            return unit_columns(captured), 1.0
+    def columns_of(captured: GraphCapture) -> Tensor:
         prepared = prepare(rule, loss, captured.raw, targets)
         columns = kind.factor(rule, loss, captured.outputs.detach(), prepared).columns()
-        n = len(columns)
         if rule.is_sum(loss):
-            return columns, 1.0
-        return columns, float(kind.divisor(check_term_count(rule.count(loss, prepared)), n))
+            return columns
+        term_count = check_term_count(rule.count(loss, prepared))
+        return columns / float(kind.divisor(term_count, len(columns))) ** 0.5
 
     return capture_rows(model, inputs, targets, columns_of, forward, fallback, max_bytes)
 
@@ -311,13 +301,13 @@ def capture_rows(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None,
-    columns_of: Callable[[GraphCapture], tuple[Tensor, float]],
+    columns_of: Callable[[GraphCapture], Tensor],
     forward: Forward | None = None,
     fallback: str | None = None,
     max_bytes: int | None = None,
     check: bool = True,
 ) -> Rows:
-    """The rows U of the columns (n, k, C) and the divisor that a function makes of a pass over a batch.
+    """The rows U of the columns (n, k, C) that a function makes of a pass over a batch.
 
     check looks whether the model mixes samples, which takes a few passes more.
     """
@@ -331,9 +321,8 @@ def capture_rows(
         captured = capture(plan, run, inputs, samples)
         if check:
             check_samples_apart(captured)
-        columns, divisor = columns_of(captured)
-        n, k, _ = columns.shape
-        return Rows(plan, captured.rows([columns]), n * k, scale=divisor**-0.5)
+        columns = columns_of(captured)
+        return Rows(plan, captured.rows([columns]), columns.shape[:2].numel())
     finally:
         buffers.put_back()
         restore(random)

@@ -71,8 +71,8 @@ class _LMEstimator(BaseEstimator):
         return torch.from_numpy((X - self._x_mean) / self._x_scale)
 
     def _fit_network(self, outputs: int, loss: nn.Module, data: Any, **settings: Any) -> None:
-        random, sizes = check_random_state(self.random_state), np.atleast_1d(self.hidden_layer_sizes)
-        widths = (len(self._x_mean), *map(int, sizes), outputs)
+        random = check_random_state(self.random_state)
+        widths = (len(self._x_mean), *np.atleast_1d(self.hidden_layer_sizes).tolist(), outputs)
         networks = [_network(widths, int(random.randint(2**31))) for _ in range(self.restarts)]
         starts = [Start(*PRIORS[index % len(PRIORS)], own.state_dict()) for index, own in enumerate(networks)]
         settings |= {"starts": starts, "most_steps": self.max_iter, "tolerance": self.tol}
@@ -86,9 +86,7 @@ class _LMEstimator(BaseEstimator):
 
     def _check_parameters(self) -> None:
         name = type(self).__name__
-        sizes: Any = self.hidden_layer_sizes
-        is_sequence = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)
-        for size in sizes if is_sequence else [sizes]:
+        for size in np.atleast_1d(self.hidden_layer_sizes).tolist():
             check_whole_number(f"{name}: hidden_layer_sizes", size, least=1)
         check_whole_number(f"{name}: restarts", self.restarts, least=1)
         check_whole_number(f"{name}: max_iter", self.max_iter, least=1)

@@ -31,8 +31,7 @@ class _SecondOrderMixin:
         if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, SecondOrder)):
             return super().initialize_optimizer()  # type: ignore[misc]
         named = self.module_.named_parameters()
-        args, kwargs = self.get_params_for_optimizer("optimizer", list(named))  # type: ignore[attr-defined]
-        (groups,) = args
+        (groups,), kwargs = self.get_params_for_optimizer("optimizer", list(named))  # type: ignore[attr-defined]
         self.optimizer_ = self.optimizer(self.module_, self.criterion_, params=groups, **kwargs)
         return self
 

@@ -24,18 +24,14 @@ from torch.overrides import TorchFunctionMode
 def derivatives_along(function: Callable[..., Any], point: Any, direction: Any, order: int = 2) -> tuple[Any, ...]:
     """f, f'[d], f''[d, d] and so on at a point, for tensors or nestings of tensors."""
 
-    def raised(lower: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
-        def push(x: Any) -> tuple[Any, ...]:
-            values, slopes = cast(Any, torch.func.jvp(lower, (x,), (direction,)))
-            return (*values, slopes[-1])
+    def up_to(order: int, x: Any) -> tuple[Any, ...]:
+        if order == 0:
+            return (function(x),)
+        values, slopes = cast(Any, torch.func.jvp(partial(up_to, order - 1), (x,), (direction,)))
+        return (*values, slopes[-1])
 
-        return push
-
-    push: Callable[[Any], tuple[Any, ...]] = lambda x: (function(x),)  # noqa: E731
-    for _ in range(order):
-        push = raised(push)
     with Corrected():
-        return push(point)
+        return up_to(order, point)
 
 
 _WRONG = {"instance_norm", "det", "linalg_det", "logdet", "slogdet", "linalg_slogdet"}

@@ -54,8 +54,6 @@ def length_of(shape: Sequence[int]) -> int:
 class RowForm(ABC):
     """The rows of one layer. Vectors are dictionaries from the layer's own parameter names to tensors."""
 
-    has_positions = False  # whether rows are sums over the positions of a sample
-
     @property
     @abstractmethod
     def shapes(self) -> Mapping[str, Sequence[int]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -55,12 +56,8 @@ class Layout:
 
     def merged(self) -> Layout:
         """The same rows with neighbours of as many rows per sample as one piece."""
-        pieces: list[tuple[int, int]] = []
-        for n, k in self.pieces:
-            if pieces and pieces[-1][1] == k:
-                n += pieces.pop()[0]
-            pieces.append((n, k))
-        return layout_of(tuple(pieces))
+        neighbours = groupby(self.pieces, key=itemgetter(1))
+        return layout_of(tuple([(sum(n for n, _ in own), k) for k, own in neighbours]))
 
     def of_rows(self, samples: Tensor, axis: int = 0) -> Tensor:
         """(n, ...) -> (r, ...) along an axis: the entry of the sample each row belongs to."""
@@ -258,8 +255,6 @@ class OuterRows(WeightRows):
 
     @staticmethod
     def concatenate(forms: Sequence[OuterRows]) -> OuterRows:
-        if len(forms) == 1:
-            return forms[0]
         first, layout = forms[0], layout_of(tuple(piece for form in forms for piece in form.layout.pieces))
         inputs, grads = torch.cat([form.inputs for form in forms]), torch.cat([form.grads for form in forms])
         return OuterRows(inputs, grads, layout, first.weight, first.bias, first.affine)

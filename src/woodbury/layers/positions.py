@@ -21,6 +21,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -100,11 +101,8 @@ def own_outputs(outputs: Tensor) -> Tensor:
 
 def spans(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
     """Each part with the window of its rows."""
-    result, row = [], 0
-    for part in parts:
-        result.append((part, slice(row, row + part.rows)))
-        row += part.rows
-    return result
+    ends = accumulate(part.rows for part in parts)
+    return [(part, slice(end - part.rows, end)) for part, end in zip(parts, ends, strict=True)]
 
 
 def row_count(parts: Sequence[Part]) -> int:
@@ -117,15 +115,11 @@ def row_window(part: Part, samples: slice) -> slice:
 
 def chunks(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
     """Boxes of at most `limit` numbers (1 at least) that cover an array of these sizes; first axes cut first."""
-    if not sizes:
-        yield ()
-        return
-    inside = math.prod(sizes[1:])
-    length = max(1, limit // max(1, inside))
-    inner = limit if limit < inside else inside
-    for window in windows(sizes[0], length):
-        for inner_windows in chunks(sizes[1:], inner):
-            yield (window, *inner_windows)
+    lengths: list[int] = []
+    for size in reversed(sizes):
+        lengths.append(max(1, min(size, limit)))
+        limit //= lengths[-1]
+    return product(*map(windows, sizes, reversed(lengths)))
 
 
 def summed_products(grads: Tensor, inputs: Tensor) -> Tensor:

@@ -209,8 +209,8 @@ def layer_norm_rows(layer: nn.LayerNorm | nn.RMSNorm, inputs: Tensor, grads: Ten
         )
     normalise: Callable[..., Tensor] = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
     xhat = normalise(inputs, layer.normalized_shape, eps=layer.eps)
-    n, k, width = grads.shape[0], grads.shape[1], len(layer.normalized_shape)
-    features = xhat.shape[xhat.dim() - width :].numel()
+    n, k = grads.shape[:2]
+    features = math.prod(layer.normalized_shape)
     rows = _affine_rows(layer, xhat.reshape(n, -1, features), grads.reshape(n, k, -1, features))
     return {name: value.unflatten(2, tuple(layer.normalized_shape)) for name, value in rows.items()}
 
@@ -289,14 +289,8 @@ def convolution_rows(layer: Convolution | Transposed, inputs: Tensor, grads: Ten
 
 def _padding(layer: Convolution) -> list[int]:
     """The padding (before, after) of each axis, last axis first, as F.pad takes it."""
-    if layer.padding_mode != "zeros":
-        return list(layer._reversed_padding_repeated_twice)  # what its forward pass uses then
-    if isinstance(layer.padding, str):
-        if layer.padding == "valid":
-            return [0] * (2 * len(layer.kernel_size))
-        # "same": an odd one goes after
-        total = [d * (size - 1) for d, size in zip(layer.dilation, layer.kernel_size, strict=True)]
-        return [side for length in reversed(total) for side in (length // 2, length - length // 2)]
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return list(layer._reversed_padding_repeated_twice)  # what its forward pass uses, or amounts to
     return [side for length in reversed(layer.padding) for side in (length, length)]
 
 

@@ -27,7 +27,6 @@ class SharedRows(PartRows):
     weight: str | None = "weight"
     bias: str | None = "bias"
     swapped: bool = False  # as ConvTranspose stores W
-    has_positions = True
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

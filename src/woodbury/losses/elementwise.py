@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from woodbury.losses.factors import DiagonalFactor, Factor
 from woodbury.losses.rules import (
-    StructuredRule,
+    LossRule,
     buffer_of,
     check_weights,
     over_outputs,
@@ -23,7 +23,7 @@ from woodbury.losses.rules import (
 
 
 @register_loss(nn.MSELoss)
-class SquaredError(StructuredRule):
+class SquaredError(LossRule):
     """l = |y - t|^2 / C, so H = (2/C) I: torch's MSELoss averages over outputs and has no 1/2."""
 
     by_hand = takes_sum = True
@@ -44,7 +44,7 @@ class SquaredError(StructuredRule):
 
 
 @register_loss(nn.BCEWithLogitsLoss)
-class Logistic(StructuredRule):
+class Logistic(LossRule):
     """l = -(1/C) sum_c v [w t log s + (1 - t) log(1 - s)], s = sigmoid(y), v = weight, w = pos_weight.
 
     r = v (a s - w t)/C and H = diag(v a s (1 - s))/C with a = 1 + (w - 1) t: exact for targets in [0, 1]. Both
@@ -131,7 +131,7 @@ def _weights(loss: nn.Module, outputs: Tensor, targets: Tensor) -> list[Tensor |
 
 
 @register_loss(nn.PoissonNLLLoss)
-class Poisson(StructuredRule):
+class Poisson(LossRule):
     """l = (1/C) sum_c exp(y) - t y, or with log_input=False (1/C) sum_c y - t log(y + eps), for counts t >= 0.
 
     `full` adds what depends on the counts alone. With mu = exp(y): r = (mu - t)/C and H = diag(mu)/C; with
@@ -172,7 +172,7 @@ class Poisson(StructuredRule):
 
 
 @register_loss(nn.GaussianNLLLoss)
-class Gaussian(StructuredRule):
+class Gaussian(LossRule):
     """l = (1/2C) sum_c log v + (y - t)^2 / v, v = max(var, eps), with a variance that is given, not learned.
 
     r = (y - t)/(v C) and H = diag(1/v)/C. The variances come with the targets, as one tensor (n, 2, ...):
@@ -227,7 +227,7 @@ FLOOR = 1e-4
 @register_loss(nn.HuberLoss)
 @register_loss(nn.SmoothL1Loss)
 @register_loss(nn.L1Loss)
-class Robust(StructuredRule):
+class Robust(LossRule):
     """l = rho(d) at each output, d = y - t: a parabola up to a knee, |d| <= b, and a line of slope s beyond it.
 
     On the line rho'' is 0, and a Gauss-Newton step there would be that of gradient descent. S S^T is not the

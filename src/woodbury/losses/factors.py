@@ -16,12 +16,12 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Factor(ABC):
-    """S of n samples with m outputs and k columns each, and e (n, k) with S_i e_i = r_i, None if not known.
+    """S of n samples with m outputs and k columns each, and e (n, k) with S_i e_i = r_i.
 
     Where r_i is not in the range of S_i the rest of it is in `rest`: r_i = S_i e_i + rest_i.
     """
 
-    e: Tensor | None
+    e: Tensor
     rest: Tensor | None = field(default=None, kw_only=True)  # (n, m), None for zeros
     unit: float = field(default=1.0, kw_only=True)  # S is over it, and e times it
 

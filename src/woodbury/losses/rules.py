@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury.device.scalars import Scalar, is_known
-from woodbury.losses.factors import DenseFactor, Factor
+from woodbury.losses.factors import DenseFactor, Factor, dense_factor
 
 RuleType = TypeVar("RuleType", bound="type[LossRule]")
 
@@ -138,8 +138,10 @@ class LossRule(ABC):
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        """S and e in as little memory as the loss allows; here what `factor` gives."""
+        """S and e in as little memory as the loss allows: what a step asks for. Here what `factor` gives."""
         columns, e = self.factor(loss, outputs, targets)
+        if e is None:
+            return dense_factor(columns, self.residual(loss, outputs, targets))
         return DenseFactor(e, columns)
 
     def curved_loss(self, loss: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
@@ -153,17 +155,6 @@ class LossRule(ABC):
     def column_count(self, shape: Sequence[int]) -> int:
         """k, or a bound on it, for outputs of the model's own shape (n, ...): known before `factor` is called."""
         return math.prod(shape[1:])
-
-
-class StructuredRule(LossRule):
-    """A loss whose S has a structure: `compact_factor` is written by hand, and `factor` writes it out."""
-
-    @abstractmethod
-    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor: ...
-
-    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        compact = self.compact_factor(loss, outputs, targets)
-        return compact.columns(), compact.e
 
 
 def register_loss(kind: type[nn.Module]) -> Callable[[RuleType], RuleType]:
@@ -293,10 +284,7 @@ class ScaledLoss(nn.Module):
     def __init__(self, loss: nn.Module, factor: float, counts: bool = True) -> None:
         super().__init__()
         self.loss, self.factor, self.counts = loss, factor, counts
-
-    @property
-    def reduction(self) -> str:
-        return str(getattr(self.loss, "reduction", "mean"))
+        self.reduction = getattr(loss, "reduction", "mean")
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         value: Tensor = self.factor * self.loss(outputs, targets)
@@ -304,7 +292,7 @@ class ScaledLoss(nn.Module):
 
 
 @register_loss(ScaledLoss)
-class _ScaledRule(StructuredRule):
+class _ScaledRule(LossRule):
     """c l: values and residuals times c, S and e times sqrt(c)."""
 
     def check(self, loss: Any) -> None:
@@ -330,11 +318,8 @@ class _ScaledRule(StructuredRule):
 
     def compact_factor(self, loss: Any, outputs: Tensor, targets: Tensor) -> Factor:
         own, root = loss_rule(loss.loss).compact_factor(loss.loss, outputs, targets), math.sqrt(loss.factor)
-        return DenseFactor(
-            None if own.e is None else own.e * root,
-            own.columns() * root,
-            rest=None if own.rest is None else own.rest * loss.factor,
-        )
+        rest = None if own.rest is None else own.rest * loss.factor
+        return DenseFactor(own.e * root, own.columns() * root, rest=rest)
 
     def curved_loss(self, loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
         own = loss_rule(loss.loss).curved_loss(loss.loss)

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from woodbury.device.constants import indices
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.losses.factors import Factor, SoftmaxFactor, by_position, by_sample
-from woodbury.losses.rules import StructuredRule, buffer_of, check_weights, register_loss, smallest_probability
+from woodbury.losses.rules import LossRule, buffer_of, check_weights, register_loss, smallest_probability
 
 
 @register_loss(nn.CrossEntropyLoss)
-class Softmax(StructuredRule):
+class Softmax(LossRule):
     """l = -sum_c w_c t_c log p_c, p = softmax(y), summed over the positions of a sample; w are class weights.
 
     Outputs (n, C) or (n, C, d1, ...), one distribution for each of T = d1 d2 ... positions; targets are class

@@ -12,7 +12,7 @@ from woodbury._batch import Batch
 from woodbury.device import fingerprint, recording
 from woodbury.device.recording import Key, Recording, Recordings
 from woodbury.device.scalars import as_double, to_device
-from woodbury.linalg import full_precision
+from woodbury.linalg import matmul_precision
 from woodbury.model.plan import Plan
 from woodbury.optim.info import Numbers, StepInfo
 from woodbury.optim.problems import Context, Problems, Request, count_samples
@@ -138,7 +138,7 @@ def fingerprint_of(context: Context, problems: Problems, plan: Plan, moving: Map
         *(fingerprint.Same(plan), problems.structure.groups, tuple(groups), tuple(moving)),
         *(settings.accept, settings.curvature_samples, settings.blocks, settings.solver),
         *(settings.autocast, settings.max_bytes, settings.gram_dtype),
-        *(full_precision.settings(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
+        *(matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
         fingerprint.of_value(settings.damping),
         fingerprint.of_function(settings.forward),
         fingerprint.of_model(context.model),

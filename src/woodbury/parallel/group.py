@@ -5,7 +5,6 @@ Every collective here is the identity for one process, so that what uses it has 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -42,11 +41,10 @@ class Group:
         self._processes = processes
         self.size = 1 if alone else torch.distributed.get_world_size(processes)
         self.rank = 0 if alone else torch.distributed.get_rank(processes)
-        self.bytes_given = 0  # that this process has put into collectives
+        self.bytes_given = 0  # of tensors that this process has put into collectives
 
-    def _run(self, given: int, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """A collective into which this process puts so many bytes."""
-        self.bytes_given += given
+    def _run(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.bytes_given += sum([own.nbytes for own in args if isinstance(own, Tensor)])
         try:
             return collective(*args, group=self._processes, **options)
         except (RuntimeError, ValueError) as error:  # a closed connection, or a timeout
@@ -60,7 +58,7 @@ class Group:
         if self.size == 1:
             return tensor
         total = tensor.detach().clone().contiguous()
-        self._run(total.nbytes, torch.distributed.all_reduce, total)
+        self._run(torch.distributed.all_reduce, total)
         return total
 
     def sums(self, *numbers: float) -> list[float]:
@@ -80,7 +78,7 @@ class Group:
         padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
         padded[..., : tensor.shape[-1]] = tensor
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        self._run(padded.nbytes, torch.distributed.all_gather, everyone, padded)
+        self._run(torch.distributed.all_gather, everyone, padded)
         return [whole[..., :length] for whole, length in zip(everyone, lengths, strict=True)]
 
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
@@ -96,7 +94,7 @@ class Group:
         if self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
-        self._run(len(pickle.dumps(value)), torch.distributed.all_gather_object, everyone, value)
+        self._run(torch.distributed.all_gather_object, everyone, value)
         return everyone
 
     def object_of_first(self, value: Any) -> Any:
@@ -104,8 +102,7 @@ class Group:
         if self.size == 1:
             return value
         shared = [value if self.rank == 0 else None]
-        given = len(pickle.dumps(value)) if self.rank == 0 else 0
-        self._run(given, torch.distributed.broadcast_object_list, shared, src=self._first())
+        self._run(torch.distributed.broadcast_object_list, shared, group_src=0)
         return shared[0]
 
     @contextmanager
@@ -139,26 +136,21 @@ class Group:
                 listed = (f"{value} (process {rank})" for rank, value in enumerate(values))
                 found.append(f"{name}: {', '.join(listed)}")
         if found:
-            text = f"processes that train together must have the same {'; '.join(found[:3])}"
-            raise of_all(ValueError(text))
+            raise of_all(ValueError(f"processes that train together must have the same {'; '.join(found[:3])}"))
 
     def same(self, tensor: Tensor) -> Tensor:
         """The tensor of the first process: what all of them have computed alike, to the last bit."""
         if self.size == 1:
             return tensor
         shared = tensor.detach().clone().contiguous()
-        self._run(shared.nbytes if self.rank == 0 else 0, torch.distributed.broadcast, shared, src=self._first())
+        self._run(torch.distributed.broadcast, shared, group_src=0)
         return shared
-
-    def _first(self) -> int:
-        return 0 if self._processes is None else torch.distributed.get_global_rank(self._processes, 0)
 
     def of_first(self, numbers: Sequence[float]) -> list[float]:
         """The numbers of the first process."""
         if self.size == 1:
             return list(numbers)
-        shared = self.same(torch.tensor(numbers, dtype=torch.float64, device=self._device()))
-        return [float(number) for number in shared.tolist()]
+        return self.same(torch.tensor(numbers, dtype=torch.float64, device=self._device())).tolist()
 
     def together(self) -> AbstractContextManager[None]:
         """At the end, an error or Ctrl-C inside on one process is one of all, before anything is exchanged."""

@@ -55,34 +55,33 @@ class TrainingData:
         if self._rule.takes_sum:  # or its values do not depend on the reduction
             summed.reduction = "sum"  # type: ignore[assignment]
 
-        def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
+        def columns_of(captured: GraphCapture) -> Tensor:
             outputs = captured.outputs.detach()
             self.output_shape = captured.raw.shape[1:]
             prepared = prepare(self._rule, summed, captured.raw, targets)
             factor = GaussNewtonMatrix().factor(self._rule, summed, outputs, prepared)
-            assert factor.e is not None
             self.total = float(self._rule.terms(summed, outputs, prepared).double().sum())
             self.e, self._rest_columns = factor.e.flatten().double(), factor.rest
             _check_room(captured.plan, len(self.e))
-            return factor.columns(), 1.0
+            return factor.columns()
 
         self.rows = capture_rows(model, inputs, targets, columns_of, check=check, **self._options)
         self.samples = _batch.sample_count(inputs)
         self.rest = None  # rows of what of the gradients the factor rows do not hold
         if self._rest_columns is not None:
             columns = self._rest_columns.unsqueeze(1)
-            self.rest = self.rows_at(inputs, lambda _: (columns, 1.0))
+            self.rest = self.rows_at(inputs, lambda _: columns)
         self.number_count: float = self.samples * math.prod(self.output_shape)  # n C, or a sum of weights
 
-    def rows_at(self, inputs: Any, columns_of: Callable[[GraphCapture], tuple[Tensor, float]]) -> Rows:
+    def rows_at(self, inputs: Any, columns_of: Callable[[GraphCapture], Tensor]) -> Rows:
         return capture_rows(self._model, inputs, None, columns_of, check=False, **self._options)
 
     def gradient_rows(self, inputs: Any, targets: Tensor | None) -> Rows:
         """dl_j / dtheta of each sample, for the loss as it was given."""
 
-        def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
+        def columns_of(captured: GraphCapture) -> Tensor:
             prepared = prepare(self._rule, self._loss, captured.raw, targets)
-            return self._rule.residual(self._loss, captured.outputs.detach(), prepared).unsqueeze(1), 1.0
+            return self._rule.residual(self._loss, captured.outputs.detach(), prepared).unsqueeze(1)
 
         return self.rows_at(inputs, columns_of)
 
@@ -150,7 +149,7 @@ class TrainingData:
 
     def system(self, precisions: Mapping[str, float], noise: float | None, matrix: Tensor | None = None) -> System:
         """P^-1; matrix is that of these precisions, if it is known."""
-        rows, factor = self.rows, self.factor_of(noise)
+        factor = self.factor_of(noise)
         matrix = self.matrix(precisions) if matrix is None else matrix
         lower, ok = factor_cholesky(plus_diagonal(matrix * factor, 1.0))
         if not ok:
@@ -158,8 +157,7 @@ class TrainingData:
                 "posterior: the matrix of the posterior is not positive definite: rows that are not finite, or a "
                 "prior too small for float64; pass a larger prior="
             )
-        scaled = Rows(rows.plan, rows.forms, rows.row_count, rows.scale * math.sqrt(factor))
-        return self._kind(scaled, dict(precisions), lower)
+        return self._kind(self.rows, math.sqrt(factor), dict(precisions), lower)
 
     def log_evidence(self, system: System, noise: float | None) -> float:
         """-L(theta) - theta^T Delta theta / 2 - log det(A) / 2."""

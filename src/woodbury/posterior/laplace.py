@@ -140,7 +140,7 @@ class Posterior:
         """The rows of all outputs (S = I), for as many samples at a time as fit, and the number of outputs."""
         width = math.prod(self._data.output_shape)
         for part, _ in _parts(inputs, len(self._system.lower) * width):
-            yield self._data.rows_at(part, lambda captured: (unit_columns(captured), 1.0)), width
+            yield self._data.rows_at(part, unit_columns), width
 
     def __repr__(self) -> str:
         noise = "" if self.noise is None else f", noise={self.noise:.4g}"

@@ -29,7 +29,8 @@ def root_of_scales(rows: Rows, precisions: Mapping[str, float]) -> Tensor:
 class _Factored:
     """What both ways have; see the module docstring."""
 
-    rows: Rows  # U, with the noise
+    rows: Rows  # U up to a factor
+    unit: float  # that factor, 1 / sqrt(2 s) for noise of variance s
     precisions: dict[str, float]
     lower: Tensor  # L
 
@@ -44,7 +45,7 @@ class _Factored:
         return torch.randn(*sizes, dtype=torch.float64, generator=generator, device=device).to(self.lower.device)
 
     def _as_vector(self, flat: Tensor) -> Vector:
-        return self.rows.plan.space.vector(flat.to(self.rows.plan.dtype))
+        return Vector(self.rows.plan.space, flat.to(self.rows.plan.dtype))
 
 
 class InSampleSpace(_Factored):
@@ -57,7 +58,7 @@ class InSampleSpace(_Factored):
 
     def half(self, rows: Rows) -> Tensor:
         """H R^T."""
-        scaled = rows.gram(self.rows, self.scales, torch.float64)
+        scaled = rows.gram(self.rows, self.scales, torch.float64) * self.unit
         return solve_triangular(self.lower, scaled.mT, upper=False)
 
     def blocks(self, rows: Rows, width: int) -> Tensor:
@@ -83,7 +84,7 @@ class InSampleSpace(_Factored):
             for own in form.parameters:
                 alone = {other: scales[names[own]] * float(other == own) for other in form.parameters}
                 gram = form.gram(form, alone, torch.float64)
-                gammas[names[own]] = float((gram * inverse).sum()) * self.rows.scale**2
+                gammas[names[own]] = float((gram * inverse).sum()) * self.unit**2
         return gammas
 
     def draw(self, count: int, generator: torch.Generator | None) -> list[Vector]:
@@ -92,7 +93,8 @@ class InSampleSpace(_Factored):
         for _ in range(count):
             z = self._as_vector(self._normal(len(root), generator=generator) * root)
             e = self._normal(len(self.lower), generator=generator)
-            pulled = self.rows.rmatvec(solve_factored(self.lower, self.rows.matvec(z).double() + e))
+            image = self.rows.matvec(z).double() * self.unit
+            pulled = self.rows.rmatvec(solve_factored(self.lower, image + e) * self.unit)
             draws.append(z - pulled * root.square().to(pulled.flat.dtype))
         return draws
 
@@ -112,7 +114,7 @@ class InParameterSpace(_Factored):
 
     def with_training(self, rows: Rows) -> Tensor:
         """P^-1 R^T goes through U one row of R at a time."""
-        solved = self._pull_back(self.half(rows))
+        solved = self._pull_back(self.half(rows)) * self.unit
         return torch.stack([self.rows.matvec(self._as_vector(own)).double() for own in solved.mT])
 
     def determined(self) -> dict[str, float]:

@@ -223,7 +223,7 @@ class JointRows(Rows):
                 x[group.rank :: group.size] = solution.x
                 ok = bool(solution.ok)
             (failures,) = group.sums(0.0 if ok else 1.0)
-            return Solution(group.sum(x), not failures, 1)
+            return Solution(group.sum(x), not failures)
 
         return solve_own_blocks
 

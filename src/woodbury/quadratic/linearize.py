@@ -95,7 +95,6 @@ def _quadratic(problem: Problem) -> Quadratic:
             curvature_rows = batch.curvature * math.prod(source.columns[0].shape[1:-1])
             head = take_apart(plan.model, forms[0]) if group.size > 1 else {}
         else:
-            assert source.e is not None
             names = problem.blocks.parameter_names(plan)
             rows, e = FactorProducts(first.capture.outputs, plan.parameters, source, names), source.e.flatten()
             curvature_rows = len(e)

@@ -53,7 +53,7 @@ class Units:
         parts = {
             name: torch.outer(*units) if len(units) == 2 else units[0] for name, units in self.factors.items()
         }
-        return self.plan.space.vector(flatten(parts))
+        return Vector(self.plan.space, flatten(parts))
 
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""

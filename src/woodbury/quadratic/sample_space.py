@@ -116,7 +116,7 @@ class InSampleSpace(_InSampleSpace):
         return self._lower
 
     def _factor_and_solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
-        return Solution(solve_factored(self._factor(matrix), rhs), self._ok, 1)
+        return Solution(solve_factored(self._factor(matrix), rhs), self._ok)
 
     def _solve(self, weights: Tensor) -> Tensor:
         """c with (Z Z^T + D lambda I) c = weights (m,), in the type of the weights; (b, m) for b blocks."""

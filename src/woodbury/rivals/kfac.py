@@ -145,8 +145,8 @@ class _Kronecker(Damped):
     def _sides(self, name: str, form: RowForm) -> tuple[Tensor, Tensor]:
         sides = form.kronecker_sides()
         if sides is None:
-            place = " on several positions of a sample" if form.has_positions else ""
             module = self.quadratic.plan.model.get_submodule(name)
+            place = " on several positions of a sample" if isinstance(module, nn.Linear) else ""
             raise ValueError(
                 f"KFAC covers Linear layers on one vector per sample only and {name!r} is a "
                 f"{type(module).__name__}{place}; GaussNewton and NaturalGradient take it"
