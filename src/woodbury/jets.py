@@ -345,7 +345,8 @@ def run(module: nn.Module, jet: Jet) -> Jet:
             assert child is not None
             jet = run(child, jet)
         return jet
-    if module in _FORWARD_MODE or not all(map(_is_plain, module.modules())):
+    modules = module.modules() if isinstance(module, nn.Module) else ()  # a function of points will do as well
+    if module in _FORWARD_MODE or not all(map(_is_plain, modules)):
         return _push(module, [jet])
     try:
         outputs = module(Jet(jet.kind, jet.value, jet.parts))  # a function in place may write over this one

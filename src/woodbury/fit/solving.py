@@ -1,7 +1,7 @@
 """Fits to samples that are drawn: steps with a search on more and more of them, and plain ones before.
 
 Far from a solution a searched step may be dear and short. Where the first ones creep, Levenberg-Marquardt steps
-follow (for terms), taken if they gain, until they creep or the loss is below 1e-5 of the first one, and then
+follow (for terms), taken if they gain, until they creep or the loss is below 1e-6 of the first one, and then
 searched steps for good: close to a solution one of these takes off more than ten plain ones.
 There are twice as many samples after two searched steps in a row that the samples limit: where other samples
 promise less than half of what the batch promises. On a device more than 1.5 per parameter stay only if the next
@@ -31,7 +31,7 @@ FEW_STEPS = 8  # on few samples, at the very start
 LOOKS = {FEW_STEPS: 1 / 128, 12: 1 / 32, **dict.fromkeys(range(16, 50, 4), 1 / 16)}
 LOOKS_ON_DEVICE = dict.fromkeys(range(48, 100, 16), 3 / 128)
 # Shares of the first loss: where they may follow, where they end, and where the weights of conditions are larger.
-FAR, CLOSE, NEAR = 1e-4, 1e-5, 1e-8
+FAR, CLOSE, NEAR = 1e-4, 1e-6, 1e-8
 WINDOW = 96  # otherwise twice as many at least, and on as long as this many
 WORTH = 0.5  # take so much off the logarithm of the loss
 # Samples of a step at first: 1.5 per parameter within these bounds. On a device MOST where these were more than
