@@ -135,6 +135,17 @@ def test_hooks_replaced_forwards_and_layers_used_twice_are_part_of_the_model():
     check(model, draw())
 
 
+def test_functions_of_a_model_are_as_good_as_a_model():
+    model, points = build(network), draw()
+    second = lambda model, x: woodbury.laplacian(lambda x: x[:, :1] * model(x)[:, 1:], x).laplacian  # noqa: E731
+    by_func = lambda model, x: dense(lambda x: x[:, :1] * model(x)[:, 1:], x)[2]  # noqa: E731
+    assert float((second(model, points) - by_func(model, points)).detach().abs().max()) <= rounding(model)
+    rows = woodbury.rows(model, None, points, forward=second)
+    assert all(isinstance(form, SharedRows) for form in rows.forms.values())
+    expected = torch.cat(reference.jacobians(model, points, POINTS, by_func))
+    assert reference.relative_error(rows.dense(), expected) <= derivative_bound(model)
+
+
 @pytest.mark.parametrize("make", [network, Skip, lambda: nn.Sequential(waves(), Skip(3))])
 def test_weights_of_the_second_derivatives(make):
     model, points = build(make), draw()

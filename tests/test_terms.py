@@ -14,7 +14,7 @@ import bounds
 import problems
 import reference
 import woodbury
-from checks import silence, told
+from checks import refused, silence, told
 from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.fit.equations import Equations, TermSource
@@ -382,6 +382,13 @@ def test_conditions_weigh_more_from_where_a_solution_is_near_on(monkeypatch):
     losses = [record["loss"] for record in fit.history]
     near = next(place for place, loss in enumerate(losses) if loss < 1e-1 * losses[0]) + 1
     assert 0 < near < 24 and weights == pytest.approx([10.0] * near + [100.0] * (24 - near))
+
+
+def test_a_fit_of_other_terms_is_not_resumed():
+    (model, equations), ends = line_problem(), torch.zeros(1, 1).double()
+    state = fitted(model, equations, steps=2, samples=64).state_dict()
+    with refused(model, r"of the terms \['inside', 'ends'\], and here are \['ends'\]"):
+        fitted(model, Equations(ends=(ends, run_model)), steps=3, resume=state)
 
 
 def test_memory_that_runs_out_takes_fewer_points_and_loses_nothing(monkeypatch):

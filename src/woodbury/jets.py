@@ -333,14 +333,14 @@ _PLAIN = frozenset(  # what does not depend on derivatives
 
 # -- modules --------------------------------------------------------------------------------------------------
 
-_FORWARD_MODE: WeakSet[nn.Module] = WeakSet()  # those that were found not to run on jets
+_FORWARD_MODE: WeakSet[Function] = WeakSet()  # those that were found not to run on jets
 
 
-def run(module: nn.Module, jet: Jet) -> Jet:
+def run(module: Function, jet: Jet) -> Jet:
     """What a module makes of a jet: by the rules, or else by nested forward mode."""
     kind = type(module)
-    is_sequence = getattr(kind, "forward", None) is nn.Sequential.forward and "forward" not in vars(module)
-    if is_sequence and _is_plain(module):
+    has_own = getattr(kind, "forward", None) is not nn.Sequential.forward or "forward" in vars(module)
+    if isinstance(module, nn.Sequential) and not has_own and _is_plain(module):
         for child in module._modules.values():  # `children` leaves out one that is used again
             assert child is not None
             jet = run(child, jet)

@@ -10,7 +10,7 @@ from math import factorial, prod
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from woodbury.device.constants import constant_tensor, identity
 from woodbury.jets import Function, Jet, NoRuleError, Parts, run
@@ -27,9 +27,10 @@ class Laplacian(NamedTuple):
     laplacian: Tensor  # (n, C)
 
 
-def laplacian(model: nn.Module, points: Tensor, weights: Sequence[float] | Tensor | None = None) -> Laplacian:
+def laplacian(model: Function, points: Tensor, weights: Sequence[float] | Tensor | None = None) -> Laplacian:
     """Value, gradient and sum_i w_i d2/dx_i2 of model(points), in the points (n, d) of one sample each.
 
+    The model may be a function, such as `lambda x: net(x)[:, :1]`.
     weights are the d numbers w, ones by default: for u(t, x) they are (0, 1) to get u_xx, (1, -1) for the wave
     operator. A tensor (n, d) gives each point its own.
 
@@ -54,7 +55,7 @@ def laplacian(model: nn.Module, points: Tensor, weights: Sequence[float] | Tenso
     return Laplacian(jet.value, slopes.movedim(1, -1), (bend + bend).squeeze(1))
 
 
-def derivatives(model: nn.Module, points: Tensor, axes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+def derivatives(model: Function, points: Tensor, axes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Derivatives of model(points) in the points (n, d), (n, C) each, along the axes that each tuple names.
 
     For u(t, x) the axes [(), (0,), (1, 1, 1), (0, 1)] give u, u_t, u_xxx, u_tx. All come from one pass on Taylor

@@ -256,6 +256,9 @@ class SolvingRun(Run):
         return {**super().state(), "course": course, "weights": dict(self.source.weights), "drawn": drawn}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
+        names = list(self.source.sources) if isinstance(self.source, TermSource) else []
+        if state["weights"] and set(state["weights"]) != set(names):
+            raise ValueError(f"fit: resume is of the terms {list(state['weights'])}, and here are {names}")
         for name in _COURSE:
             setattr(self, name, state["course"][name])
         self.source.weights.update(state["weights"])
