@@ -85,7 +85,8 @@ class GaussNewton(_SampleSpace):
     the batch, and has them in its `indices` (`woodbury.optim.BadSamplesError`).
 
     Args:
-        model: any module; only parameters with requires_grad are trained. Layers without a rule need `fallback`.
+        model: any module; only parameters with requires_grad are trained. One that gets it later is added by
+            `add_param_group({"params": [...]})`. Layers without a rule need `fallback`.
         loss: CrossEntropyLoss (per token too, with ignored targets and class weights), NLLLoss after LogSoftmax,
             BCEWithLogitsLoss, MSELoss, HuberLoss, SmoothL1Loss, L1Loss, PoissonNLLLoss, GaussianNLLLoss with given
             variances, each with reduction "mean" or "sum", or one added by `register_loss`.
