@@ -206,7 +206,13 @@ class Run(ABC):
         try:
             self.measure(seen)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise ValueError(f"fit: the validation data does not go with model and loss: {error}") from error
+            what = "validation data"
+            if self.data is not None:
+                try:
+                    self.evaluate([self.data])
+                except (RuntimeError, ValueError, IndexError):
+                    what = "data"
+            raise ValueError(f"fit: the {what} does not go with model and loss: {error}") from error
         if self.validation is not None and not math.isfinite(seen["validation"]):
             check_finite(self.validation.batches)
             raise ValueError(f"fit: the loss on the validation data is {seen['validation']} before the first step")
