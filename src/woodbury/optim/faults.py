@@ -16,9 +16,10 @@ from woodbury.quadratic.passes import NonFiniteLossError, NonFiniteSampleError, 
 from woodbury.quadratic.quadratic import Problem
 
 NO_STEP = (
-    "the system of the step cannot be solved, as its gradient or its curvature is not finite: numbers overflow in "
-    "the type of the parameters, or the model has no derivative there. Ways out: inputs, targets and weights of "
-    "moderate size, or a model in float64"
+    "the system of the step has no finite solution. Either its gradient or its curvature is not finite: numbers "
+    "overflow in the type of the parameters, or the model has no derivative there (ways out: inputs, targets and "
+    "weights of moderate size, or a model in float64). Or its curvature is zero: no parameter changes outputs or "
+    "residuals, as with second derivatives of a network of ReLU (way out: a smooth activation, tanh)"
 )
 
 
