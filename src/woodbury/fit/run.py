@@ -78,6 +78,7 @@ class Run(ABC):
 
     kind: ClassVar[str]  # of its data
     data: Any = None  # a pair that is used whole, if it is
+    ways_out: ClassVar[str | None] = None  # if the loss runs away: other samples and weights make it rise too
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Run(ABC):
         validation: Validation | None = None,
     ) -> None:
         self.optimizer, self.model = optimizer, optimizer.model
+        optimizer._doubts.ways_out["course"] = self.ways_out
         self.limits, self.callback, self.validation = limits, callback, validation
         self.device = next(iter(self.model.parameters())).device
         self.convert = Conversion.to(self.model)

@@ -12,6 +12,7 @@ from torch import Tensor
 from woodbury import _batch
 from woodbury._batch import Batch
 from woodbury.device.scalars import Scalar, is_known
+from woodbury.policies.guard import ADVICE
 from woodbury.quadratic.passes import NonFiniteLossError, NonFiniteSampleError, Piece
 from woodbury.quadratic.quadratic import Problem
 
@@ -22,7 +23,6 @@ NO_STEP = (
     "residuals, as with second derivatives of a network of ReLU (way out: a smooth activation, tanh)"
 )
 
-
 BATCH_ERRORS = (NonFiniteLossError, torch.linalg.LinAlgError)  # that may come from some samples of a batch
 
 
@@ -31,15 +31,18 @@ class Doubts:
 
     def __init__(self, method: str) -> None:
         self.method = method
+        self.ways_out: dict[str, str | None] = {"course": ADVICE}  # None: nothing is said
         self._given: set[str] = set()
         self._solves, self._looked_at = 0, math.inf
 
     def warn_once(self, messages: Mapping[str, str]) -> None:
         """By kind."""
         for kind, message in messages.items():
-            if kind not in self._given:
+            ways_out = self.ways_out.get(kind, "")
+            if kind not in self._given and ways_out is not None:
                 self._given.add(kind)
-                warnings.warn(f"{self.method}: {message}", RuntimeWarning, stacklevel=3)
+                text = f"{message}. Ways out: {ways_out}" if ways_out else message
+                warnings.warn(f"{self.method}: {text}", RuntimeWarning, stacklevel=3)
 
     def is_time_to_look(self, damping: float) -> bool:
         """Where lambda has halved, and at steps 1, 2, 4, 8, ..., until someone was warned."""
