@@ -126,7 +126,7 @@ class Run(ABC):
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
         file = self._open(checkpoint, resume)
         if self.data is not None:
-            self.warn_of_columns(self.data[0])
+            self.warn_of_columns(*self.data)
         late = [signal.SIGINT] if self.group.size > 1 else []  # one alone stops inside a step too
         try:
             with stop_on_signal(*late) as told:
@@ -271,11 +271,11 @@ class Run(ABC):
             raise ValueError("there are no samples")
         return total if rule.is_sum(loss) else total / count
 
-    def warn_of_columns(self, inputs: Any) -> None:
-        """Before the first step: warn of input columns far from (-1, 1)."""
+    def warn_of_columns(self, inputs: Any, targets: Tensor | None = None) -> None:
+        """Before the first step: warn of columns far from (-1, 1)."""
         if not self.fit.steps and self.group.size == 1:
             with self.in_mode(training=False):
-                warn_of_columns(self.model, self.optimizer.forward, inputs)
+                warn_of_columns(self.optimizer, inputs, targets)
 
     def note(self, loss: float, **others: Any) -> dict[str, Any]:
         """Begin the record of a step, or an epoch, in the history."""

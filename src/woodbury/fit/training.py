@@ -100,6 +100,8 @@ class TrainingRun(Run):
         share = self.limits.share(fit.steps, fit.seconds, self.batches.epochs)
         with self.group.together():
             batch, count = self.batches.next(self.batches_per_step)
+            if count:
+                self.warn_of_columns(*batch)
         samples = self.batches.agree(self.group, batch)
         if not samples and self.batches.is_over and self.losses:  # taken up where an epoch ended
             return self._close_epoch
