@@ -74,11 +74,10 @@ class TrainingRun(Run):
         self.used = 0  # batches of that epoch, in steps that were taken
         self.by_time = is_by_time(self.limits, self.model)  # only then anything may follow from what steps cost
         self.growth: Growth | None = None
-        may_join = not is_sum(optimizer.loss)  # a sum grows with the samples
-        if may_join:
+        if not is_sum(optimizer.loss):  # a sum grows with the samples
             batches.least = math.ceil(LEAST_PREDICTIONS / self.group.size)
-        if self.by_time and may_join:
-            self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
+            if self.by_time:
+                self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
 
     @property
     def batches_per_step(self) -> int:
@@ -100,8 +99,7 @@ class TrainingRun(Run):
         share = self.limits.share(fit.steps, fit.seconds, self.batches.epochs)
         with self.group.together():
             batch, count = self.batches.next(self.batches_per_step)
-            if count:
-                self.warn_of_columns(*batch)
+            self.warn_of_columns(*batch)
         samples = self.batches.agree(self.group, batch)
         if not samples and self.batches.is_over and self.losses:  # taken up where an epoch ended
             return self._close_epoch
