@@ -1,4 +1,4 @@
-"""Inputs far from (-1, 1) are said once, with their columns; others are not."""
+"""Inputs and targets far from (-1, 1) are said once, with their columns; others are not."""
 
 import re
 
@@ -109,3 +109,31 @@ def test_nothing_is_left_on_the_model_and_a_run_that_goes_on_or_has_few_samples_
     with silence(message=".*far from"):
         woodbury.fit(model, nn.MSELoss(), data, steps=4, resume=fit.state_dict(), progress=False)
         woodbury.fit(network(), F.mse_loss, (YEARS[:10], YEARS[:10, :1]), steps=1, progress=False)
+
+
+def offset(size=1.0, far=400.0):
+    return far + size * torch.sin(3 * unit(1))
+
+
+TARGETS = {
+    "offset": (network(), offset(20), "0"),
+    "wide": (network(), 1e4 * unit(1), "0"),
+    "flat": (nn.Sequential(network(), nn.Flatten(0)), offset()[:, 0], "0"),
+    "near": (network(), offset(40.0, 20.0), None),
+    "counts": (network(), offset(), None),
+    "scaled": (nn.Sequential(network(), woodbury.Scale.targets(offset())), offset(), None),
+    "by hand": (Parts(lambda m, x: 400 + 20 * m.net(x), net=network()), offset(20), None),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("kind", ["validation", "evidence", "loader", "search"])
+def test_far_targets_of_a_linear_layer_are_named_unless_steps_have_a_search(name, kind):
+    model, targets, column = TARGETS[name]
+    settings = {"validation": {"validation": 0.2}, "evidence": {"weight_decay": "evidence"}}.get(kind, {})
+    data = [(unit(), targets)] * 2 if kind == "loader" else (unit(), targets)
+    with told() as texts:
+        loss = nn.PoissonNLLLoss() if name == "counts" else nn.MSELoss()
+        woodbury.fit(model, loss, data, steps=1, progress=False, **settings)
+    named = [re.search(r"column (.*) of the targets is far from \(-1, 1\)", text) for text in texts]
+    assert [own[1] for own in named if own] == ([] if column is None or kind == "search" else [column])

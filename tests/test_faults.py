@@ -154,6 +154,14 @@ def test_a_gradient_beyond_the_type_is_a_rejected_step_with_a_warning(kind):
     assert optimizer.state["damping"] == 1.01
 
 
+def test_a_model_that_no_parameter_changes_is_told_from_an_overflow():
+    """As with second derivatives of a network of ReLU."""
+    settings = {"forward": lambda model, inputs: 0.0 * model(inputs), "search": woodbury.CurvedSearch()}
+    optimizer = woodbury.GaussNewton(nn.Linear(3, 1), nn.MSELoss(), **settings)
+    with pytest.warns(RuntimeWarning, match="no parameter changes outputs.*The step is rejected"):
+        optimizer.step(torch.ones(4, 3), torch.ones(4, 1))
+
+
 @every_second_order
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_huge_range_of_values_gives_a_finite_step_or_a_rejected_one(kind):

@@ -210,6 +210,7 @@ BAD = {
     "evidence, loader": ({"data": loader(), "weight_decay": "evidence"}, "with a loader pass a number"),
     "evidence, sampler": ({"data": lambda count: noisy(), "weight_decay": "evidence"}, "a function that draws"),
     "other columns, loader": ({"data": loader(), "validation": noisy(inputs=3)}, "not go with model and loss"),
+    "bad data": ({"data": (noisy(inputs=3)[0], noisy()[1]), "validation": 0.2}, "fit: the data does not go with"),
     "no validation": ({"data": loader(), "validation": [(noisy()[0][:0], noisy()[1][:0])]}, "validation data"),
     "patience alone": ({"patience": 3}, "patience= is for validation data"),
     "other numbers": ({"data": (noisy()[0], noisy(samples=4)[1])}, "targets"),

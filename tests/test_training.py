@@ -16,6 +16,7 @@ import bounds
 import problems
 import reference
 import woodbury
+from checks import silence
 from woodbury.fit import training
 from woodbury.fit.limits import Limits
 from woodbury.fit.sources import MiniBatches
@@ -90,6 +91,33 @@ def test_the_best_epoch_comes_back_where_the_loss_rose():
     fit = fitted(model, batches(data), steps=8, callback=spoil)
     assert fit.best_step == 6 and fit.loss < fit.history[0]["loss"]
     assert fit.loss == pytest.approx(loss_of(model, data), rel=bounds.rounding(120, dtype=torch.float32))
+
+
+def test_tiny_batches_are_taken_together():
+    """Steps on one noisy sample would run away; labels of a sequence count one by one."""
+    models = [network() for _ in range(3)]
+    for model, size in zip(models, (1, 3, 8), strict=True):
+        fit = fitted(model, batches(classes(), size), epochs=2)
+        assert (fit.steps, fit.samples) == ((28, 3) if size == 3 else (30, 8))
+    assert torch.equal(reference.theta(models[0]), reference.theta(models[2]))
+    sequences = MiniBatches([(torch.zeros(1, 5, 2), torch.zeros(1, 5, dtype=torch.long))] * 4, least=8)
+    assert [sequences.next()[0][1].numel() for _ in range(2)] == [10, 10]
+    images = MiniBatches([(torch.zeros(1, 2), torch.zeros(1, size)) for size in (2, 3, 3)], least=8)  # not to join
+    assert [len(images.next()[0][1]) for _ in range(2)] == [1, 2]
+
+
+def test_a_loss_that_runs_away_names_what_helps_this_call():
+    inputs = classes()[0]
+    rising = [(inputs[:8], torch.full((8, 1), 10.0 * size)) for size in range(40)]
+    with pytest.warns(RuntimeWarning, match="the loss runs away.*Ways out: larger batches; validation="):
+        woodbury.fit(nn.Linear(2, 1), nn.MSELoss(), rising, epochs=1, progress=False)
+    draw, sizes = torch.Generator().manual_seed(0), itertools.count()
+    with silence(message=".*runs away"):
+
+        def rise(count):
+            return torch.randn(count, 2, generator=draw), torch.full((count, 1), 10.0 * next(sizes))
+
+        woodbury.fit(nn.Linear(2, 1), nn.MSELoss(), rise, steps=30, samples=8, progress=False)
 
 
 # -- the price of curvature -----------------------------------------------------------------------------------

@@ -1,8 +1,13 @@
-"""Input columns that lie far from (-1, 1), where a fit would suffer: one warning names them and the way out.
+"""Columns of inputs and targets where a fit would suffer, as they lie far from (-1, 1): one warning names them.
 
-A column with values from c - h to c + h is far if its deviation is above 6 (h above 10, if it is uniform), or h
-below 1/6, or |c| above 3 h. For a smooth function of two inputs, 200 samples, noise 0.1 (error 0.0035 with h = 1,
-c = 0) one column with h = 30, h = 0.1 or c = 3 h makes the error 10, 20 or 6 times as large; h = 10 does not.
+A column of inputs with values from c - h to c + h is far if its deviation is above 6 (h above 10, if it is
+uniform), or h below 1/6, or |c| above 3 h. For a smooth function of two inputs, 200 samples, noise 0.1 (error
+0.0035 with h = 1, c = 0) one column with h = 30, h = 0.1 or c = 3 h makes the error 10, 20 or 6 times as large;
+h = 10 does not.
+
+A column of targets is far if its root mean square is above 75, and steps have no search, which takes the model
+there. For 300 noisy samples and `validation=` targets such as sin + 30 or 100 sin cost little; 20 sin + 100,
+1000 sin and 20 sin + 1000 make the error 5 to 30 times as large. Small targets do no harm.
 """
 
 from __future__ import annotations
@@ -13,45 +18,83 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from woodbury import _random
 from woodbury._process import level_of_caller
-from woodbury.model.fallback import Forward
+from woodbury.losses.elementwise import Robust, SquaredError
+from woodbury.losses.rules import loss_rule
+from woodbury.optim import GaussNewton
 
 WIDEST, NARROWEST, FARTHEST = 6.0, 1 / 6, 3.0
+LARGEST = 75.0
 FEWEST_SAMPLES, MOST_SAMPLES = 20, 10_000  # that are looked at
 
 
-def warn_of_columns(model: nn.Module, forward: Forward, inputs: Any) -> None:
-    """Warn if the first layer with parameters or buffers is a Linear, and columns of what it gets are far."""
-    seen: list[Tensor] = []
+def warn_of_columns(optimizer: GaussNewton, inputs: Any, targets: Tensor | None) -> None:
+    """Warn of columns that a Linear meets as they are: of inputs if it is the first layer, of targets the last."""
+    model, forward = optimizer.model, optimizer.forward
+    seen: list[tuple[nn.Module, Tensor]] = []
 
     def stop(module: nn.Module, given: tuple[Tensor]) -> NoReturn:
-        if isinstance(module, nn.Linear) and given[0].is_floating_point():
-            seen.append(given[0].detach().clone())
+        seen.append((module, given[0].detach().clone()))
         raise InterruptedError
 
-    hooks = [own.register_forward_pre_hook(stop) for own in model.modules() if own._parameters or own._buffers]
-    try:
-        with suppress(Exception):  # others come again in the first step
-            forward(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not seen or len(seen[0]) < FEWEST_SAMPLES or seen[0].dim() not in (2, 3):
-        return
-    columns = seen[0][:MOST_SAMPLES]
-    far = _far_columns(columns if columns.dim() == 2 else columns[:, 0])  # of several positions the first
-    if far:
-        shown = ", ".join(map(str, far[:8])) + (", ..." if len(far) > 8 else "")
-        what, verb = ("column", "is") if len(far) == 1 else ("columns", "are")
+    def note(module: nn.Module, given: Any, result: Tensor) -> None:
+        seen.append((module, result))
+
+    def run(register: str, hook: Any) -> Any:
+        """Outputs of the model, if it gets that far, with a hook on what has parameters or buffers."""
+        seen.clear()
+        hooks = [getattr(own, register)(hook) for own in model.modules() if own._parameters or own._buffers]
+        try:
+            with suppress(Exception), _random.kept(next(iter(model.parameters())).device):
+                return forward(model, inputs).detach()  # errors come again in the first step
+        finally:
+            for own in hooks:
+                own.remove()
+
+    run("register_forward_pre_hook", stop)
+    of_inputs = _far_inputs(seen[0][1]) if seen and isinstance(seen[0][0], nn.Linear) else []
+    is_regression = isinstance(loss_rule(optimizer.loss), SquaredError | Robust)
+    of_targets = _far_targets(targets) if is_regression and optimizer.settings.search is None else []
+    if of_targets:
+        outputs = run("register_forward_hook", note)
+        last, result = seen[-1] if seen else (model, inputs)
+        if outputs is None or not isinstance(last, nn.Linear) or not result.flatten().equal(outputs.flatten()):
+            of_targets = []
+    parts = [(of_inputs, "inputs"), (of_targets, "targets")]
+    named = [f"{_in_words(columns)} of the {what}" for columns, what in parts if columns]
+    if named:
+        verb = "is" if len(of_inputs) + len(of_targets) == 1 else "are"
         warnings.warn(
-            f"fit: {what} {shown} of the inputs {verb} far from (-1, 1), and fits may suffer: put scales around "
+            f"fit: {' and '.join(named)} {verb} far from (-1, 1), and fits may suffer: put scales around "
             "the network, torch.nn.Sequential(woodbury.Scale.inputs(x), network, woodbury.Scale.targets(y))",
             stacklevel=level_of_caller(),
         )
 
 
-def _far_columns(columns: Tensor) -> list[int]:
+def _in_words(columns: list[int]) -> str:
+    shown = ", ".join(map(str, columns[:8])) + (", ..." if len(columns) > 8 else "")
+    return f"column {shown}" if len(columns) == 1 else f"columns {shown}"
+
+
+def _columns(values: Tensor) -> Tensor | None:
+    """(n, columns), of several positions the first; None where there is nothing to judge."""
+    if values.dim() not in (2, 3) or len(values) < FEWEST_SAMPLES or not values.is_floating_point():
+        return None
+    columns = values[:MOST_SAMPLES].detach()
+    return columns if columns.dim() == 2 else columns[:, 0]
+
+
+def _far_targets(values: Tensor | None) -> list[int]:
+    columns = None if values is None else _columns(values[:, None] if values.dim() == 1 else values)
+    return [] if columns is None else (columns.square().mean(0) > LARGEST**2).nonzero().flatten().tolist()
+
+
+def _far_inputs(values: Tensor) -> list[int]:
     """Columns mostly at one end, as of one-hot vectors and pixels, are far only if they are wide."""
+    columns = _columns(values)
+    if columns is None:
+        return []
     low, high, middle = columns.amin(0), columns.amax(0), columns.median(0).values
     half, center, is_spread = (high - low) / 2, (high + low) / 2, (middle > low) & (middle < high)
     is_far = (half < NARROWEST) | (center.abs() > FARTHEST * half)

@@ -74,7 +74,8 @@ def fit(
 
     >>> fit = woodbury.fit(model, torch.nn.CrossEntropyLoss(), loader, epochs=10, validation=(inputs, targets))
 
-    Steps have momentum, memory, Adam's metric and a rate that falls to zero (`woodbury.fit.training`).
+    Steps have momentum, memory, Adam's metric and a rate that falls to zero (`woodbury.fit.training`). Batches
+    of fewer than 8 labels, or rows of targets, are taken together.
 
     A sampler draw(count) gives fresh samples for every step, and as many others to judge it:
 

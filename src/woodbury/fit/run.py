@@ -78,6 +78,7 @@ class Run(ABC):
 
     kind: ClassVar[str]  # of its data
     data: Any = None  # a pair that is used whole, if it is
+    ways_out: ClassVar[str | None] = None  # if the loss runs away: other samples and weights make it rise too
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Run(ABC):
         validation: Validation | None = None,
     ) -> None:
         self.optimizer, self.model = optimizer, optimizer.model
+        optimizer._doubts.ways_out["course"] = self.ways_out
         self.limits, self.callback, self.validation = limits, callback, validation
         self.device = next(iter(self.model.parameters())).device
         self.convert = Conversion.to(self.model)
@@ -124,7 +126,7 @@ class Run(ABC):
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
         file = self._open(checkpoint, resume)
         if self.data is not None:
-            self.warn_of_columns(self.data[0])
+            self.warn_of_columns(*self.data)
         late = [signal.SIGINT] if self.group.size > 1 else []  # one alone stops inside a step too
         try:
             with stop_on_signal(*late) as told:
@@ -206,7 +208,13 @@ class Run(ABC):
         try:
             self.measure(seen)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise ValueError(f"fit: the validation data does not go with model and loss: {error}") from error
+            what = "validation data"
+            if self.data is not None:
+                try:
+                    self.evaluate([self.data])
+                except (RuntimeError, ValueError, IndexError):
+                    what = "data"
+            raise ValueError(f"fit: the {what} does not go with model and loss: {error}") from error
         if self.validation is not None and not math.isfinite(seen["validation"]):
             check_finite(self.validation.batches)
             raise ValueError(f"fit: the loss on the validation data is {seen['validation']} before the first step")
@@ -263,11 +271,11 @@ class Run(ABC):
             raise ValueError("there are no samples")
         return total if rule.is_sum(loss) else total / count
 
-    def warn_of_columns(self, inputs: Any) -> None:
-        """Before the first step: warn of input columns far from (-1, 1)."""
+    def warn_of_columns(self, inputs: Any, targets: Tensor | None = None) -> None:
+        """Before the first step: warn of columns far from (-1, 1)."""
         if not self.fit.steps and self.group.size == 1:
             with self.in_mode(training=False):
-                warn_of_columns(self.model, self.optimizer.forward, inputs)
+                warn_of_columns(self.optimizer, inputs, targets)
 
     def note(self, loss: float, **others: Any) -> dict[str, Any]:
         """Begin the record of a step, or an epoch, in the history."""

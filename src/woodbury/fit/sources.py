@@ -101,6 +101,8 @@ class MiniBatches:
     _ahead: Data | None = field(default=None, repr=False)
     _nothing: Data = field(default=(None, None), repr=False)  # no sample of the last batch
     _begun: dict[str, Any] | None = field(default=None, repr=False)  # random numbers when the epoch began
+    least: int = 1  # so many labels, or rows of targets: smaller batches count as one together
+    _unit: int = field(default=1, repr=False)  # batches that count as one, by the first of the epoch
     is_over: bool = False  # whether the batches just taken were the last of their epoch
 
     def __post_init__(self) -> None:
@@ -130,7 +132,7 @@ class MiniBatches:
         if self._ahead is None:
             return self._nothing, 0
         batch, count = self._take(), 1
-        while count < most and self._ahead is not None:
+        while count < most * self._unit and self._ahead is not None:
             sizes = [_batch.sample_count(own[0]) for own in (batch, self._ahead)]
             try:
                 batch = _batch.join([batch, self._ahead], sizes)
@@ -138,7 +140,7 @@ class MiniBatches:
                 break
             self._take()
             count += 1
-        return batch, count
+        return batch, count // self._unit
 
     def _open(self) -> None:
         """Begin an epoch; where one is taken up, with its random numbers, behind the batches that were taken."""
@@ -153,6 +155,7 @@ class MiniBatches:
         self._read()
         if self._ahead is None:
             raise ValueError("fit: the loader has no batches")
+        self._unit = math.ceil(self.least / _prediction_count(self._ahead))
         while self.taken < taken and self._ahead is not None:
             self._take()
         self.taken = taken  # by other processes, if not by this one
@@ -211,6 +214,15 @@ class MiniBatches:
     def all(self) -> Iterable[Any]:
         """The batches of an epoch, without a step on them; of one that does not end as many as were taken."""
         return islice(self.loader, max(self.taken, self.length or 0, 1))
+
+
+def _prediction_count(batch: Data) -> int:
+    """Labels, or rows of targets; samples where there are no targets."""
+    inputs, targets = batch
+    if not isinstance(targets, Tensor):
+        return _batch.sample_count(inputs)
+    has_rows = targets.is_floating_point() and targets.dim() > 1
+    return max(1, targets[..., 0].numel() if has_rows else targets.numel())
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

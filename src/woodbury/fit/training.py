@@ -6,6 +6,9 @@
     B      is that of this batch and of the three before (`woodbury.optim.memory`)
     D      the metric of damping and momentum, is Adam's (`woodbury.optim.metric`)
 
+In steps on one or two noisy samples momentum adds up more noise than damping takes away, and the loss runs away:
+batches that predict less than 8 labels, or rows of targets, are taken together.
+
 What counts is what the budget is made of. With epochs or steps the rate is 0.3 and a step has one batch of the
 loader. With seconds alone the rate is 0.5, after a rise over the first tenth; a step has as many batches as
 `woodbury.fit.growth` finds, and B is that of the step: larger steps make more of a second, and less of a sample.
@@ -42,12 +45,18 @@ RISE, LEAST = 0.1, 0.2  # by time: the rate rises over this share of the budget,
 DAMPING = LevenbergMarquardt(initial=0.03, floor=3e-4, relative=True, forgetting=0.98)
 MEMORY, METRIC = 3, "adam"
 DEFAULT_EPOCHS = 20  # where no budget is given
+LEAST_PREDICTIONS = 8  # of a step
+WAYS_OUT = (  # where the loss runs away
+    "larger batches; validation=, which keeps the best epoch; or all samples at once, fit(model, loss, (inputs, "
+    "targets), validation=0.2)"
+)
 
 
 class TrainingRun(Run):
     """Steps on the batches of a loader."""
 
     kind: ClassVar[str] = "a loader"
+    ways_out: ClassVar[str | None] = WAYS_OUT
 
     def __init__(
         self,
@@ -65,8 +74,10 @@ class TrainingRun(Run):
         self.used = 0  # batches of that epoch, in steps that were taken
         self.by_time = is_by_time(self.limits, self.model)  # only then anything may follow from what steps cost
         self.growth: Growth | None = None
-        if self.by_time and not is_sum(optimizer.loss):  # a sum grows with the samples
-            self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
+        if not is_sum(optimizer.loss):  # a sum grows with the samples
+            batches.least = math.ceil(LEAST_PREDICTIONS / self.group.size)
+            if self.by_time:
+                self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
 
     @property
     def batches_per_step(self) -> int:
@@ -88,6 +99,7 @@ class TrainingRun(Run):
         share = self.limits.share(fit.steps, fit.seconds, self.batches.epochs)
         with self.group.together():
             batch, count = self.batches.next(self.batches_per_step)
+            self.warn_of_columns(*batch)
         samples = self.batches.agree(self.group, batch)
         if not samples and self.batches.is_over and self.losses:  # taken up where an epoch ended
             return self._close_epoch

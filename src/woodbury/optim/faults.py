@@ -12,15 +12,16 @@ from torch import Tensor
 from woodbury import _batch
 from woodbury._batch import Batch
 from woodbury.device.scalars import Scalar, is_known
+from woodbury.policies.guard import ADVICE
 from woodbury.quadratic.passes import NonFiniteLossError, NonFiniteSampleError, Piece
 from woodbury.quadratic.quadratic import Problem
 
 NO_STEP = (
-    "the system of the step cannot be solved, as its gradient or its curvature is not finite: numbers overflow in "
-    "the type of the parameters, or the model has no derivative there. Ways out: inputs, targets and weights of "
-    "moderate size, or a model in float64"
+    "the system of the step has no finite solution. Either its gradient or its curvature is not finite: numbers "
+    "overflow in the type of the parameters, or the model has no derivative there (ways out: inputs, targets and "
+    "weights of moderate size, or a model in float64). Or its curvature is zero: no parameter changes outputs or "
+    "residuals, as with second derivatives of a network of ReLU (way out: a smooth activation, tanh)"
 )
-
 
 BATCH_ERRORS = (NonFiniteLossError, torch.linalg.LinAlgError)  # that may come from some samples of a batch
 
@@ -30,15 +31,18 @@ class Doubts:
 
     def __init__(self, method: str) -> None:
         self.method = method
+        self.ways_out: dict[str, str | None] = {"course": ADVICE}  # None: nothing is said
         self._given: set[str] = set()
         self._solves, self._looked_at = 0, math.inf
 
     def warn_once(self, messages: Mapping[str, str]) -> None:
         """By kind."""
         for kind, message in messages.items():
-            if kind not in self._given:
+            ways_out = self.ways_out.get(kind, "")
+            if kind not in self._given and ways_out is not None:
                 self._given.add(kind)
-                warnings.warn(f"{self.method}: {message}", RuntimeWarning, stacklevel=3)
+                text = f"{message}. Ways out: {ways_out}" if ways_out else message
+                warnings.warn(f"{self.method}: {text}", RuntimeWarning, stacklevel=3)
 
     def is_time_to_look(self, damping: float) -> bool:
         """Where lambda has halved, and at steps 1, 2, 4, 8, ..., until someone was warned."""

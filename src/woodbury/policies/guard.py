@@ -60,8 +60,8 @@ class Course(NamedTuple):
 
 def guard_warning(course: Course, guarded: bool) -> str:
     """What to say where the loss runs away."""
-    then = " From now on a step is taken only if it lowers the loss of its batch, until the level is down again."
+    then = ". From now on a step is taken only if it lowers the loss of its batch, until the level is down again"
     return (
         f"the loss runs away: smoothed over 20 steps it has risen from {float(course.best):.3g} to "
-        f"{float(course.level):.3g}.{then if guarded else ''} Ways out: {ADVICE}"
+        f"{float(course.level):.3g}{then if guarded else ''}"
     )
