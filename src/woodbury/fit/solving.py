@@ -159,7 +159,7 @@ class SolvingRun(Run):
 
     def _have_done(self) -> bool:
         """Whether plain steps have: close to a solution, where searched ones gain most, or where they creep."""
-        if self._share() < CLOSE:
+        if not self.most_plain and self._share() < CLOSE:
             return True
         return self.fit.steps - self.since >= 2 * WINDOW and self._gained(WINDOW) < WORTH
 
