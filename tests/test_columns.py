@@ -96,9 +96,11 @@ def test_samplers_and_equations_are_judged_by_their_first_step(points):
     assert columns_named(network(), draw_years, points=points, samples=32) == "0, 1"
     model = network()
     poisson = lambda model, x: woodbury.laplacian(model, x).laplacian - 1  # noqa: E731
-    terms = woodbury.Equations(inside=(lambda count: draw_years(count)[0], poisson))
-    with pytest.warns(UserWarning, match="columns 0, 1 of the inputs are far"):
-        woodbury.fit(model, terms, steps=2, samples=32, points=points, progress=False)
+    written = lambda model, x: poisson(lambda x: model(x), x)  # noqa: E731
+    for function in (poisson, written):
+        terms = woodbury.Equations(inside=(lambda count: draw_years(count)[0], function))
+        with pytest.warns(UserWarning, match="columns 0, 1 of the inputs are far"):
+            woodbury.fit(model, terms, steps=2, samples=32, points=points, progress=False)
 
 
 def test_nothing_is_left_on_the_model_and_a_run_that_goes_on_or_has_few_samples_says_nothing():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from woodbury import _random
 from woodbury._process import level_of_caller
+from woodbury.jets import Jet
 from woodbury.losses.elementwise import Robust, SquaredError
 from woodbury.losses.rules import loss_rule
 from woodbury.optim import GaussNewton
@@ -35,7 +36,8 @@ def warn_of_columns(optimizer: GaussNewton, inputs: Any, targets: Tensor | None)
     seen: list[tuple[nn.Module, Tensor]] = []
 
     def stop(module: nn.Module, given: tuple[Tensor]) -> NoReturn:
-        seen.append((module, given[0].detach().clone()))
+        values = given[0].value if isinstance(given[0], Jet) else given[0]
+        seen.append((module, values.detach().clone()))
         raise InterruptedError
 
     def note(module: nn.Module, given: Any, result: Tensor) -> None:
