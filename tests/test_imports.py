@@ -39,7 +39,7 @@ FLOORS = {
         ["independence", "terms"],
     ],
     "fit": [
-        ["plot", "columns"],
+        ["plot", "columns", "derivable"],
         ["result", "checkpoint"],
         ["limits", "sources"],
         ["equations"],
