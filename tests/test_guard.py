@@ -103,12 +103,13 @@ def test_a_loss_that_runs_away_gives_one_warning_that_names_ways_out():
 def test_relative_damping_is_in_units_of_the_trace_of_the_gram_matrix(optimizer, solver, name):
     model, loss, inputs, targets = problems.make(name, torch.float64)
     kind = "gauss-newton" if optimizer is woodbury.GaussNewton else "empirical"
-    trace = woodbury.rows(model, loss, inputs, targets, curvature=kind).gram().trace().item()
+    gram = woodbury.rows(model, loss, inputs, targets, curvature=kind).gram()
+    trace, iterations = gram.trace().item(), len(gram) if solver == "cg" else 1  # that round, at most
     policy = woodbury.LevenbergMarquardt(initial=0.05, floor=0.01, relative=True)
     relative = optimizer(model, loss, damping=policy, solver=solver)
     absolute = optimizer(model, loss, damping=0.06 * trace, solver=solver)
     ours, theirs = (reference.flat(list(own.direction(inputs, targets).values())) for own in (relative, absolute))
-    bound = bounds.of_step(model, loss, inputs, targets, damping=0.06 * trace, curvature=kind)
+    bound = bounds.of_step(model, loss, inputs, targets, 0.06 * trace, iterations, curvature=kind)
     assert reference.relative_error(ours, theirs) <= bound
     assert relative.verify(inputs, targets) <= (bound if solver == "cholesky" else 1e-6)
     info = relative.step(inputs, targets)
