@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from woodbury import _random
+from woodbury._batch import in_words
 from woodbury._process import level_of_caller
 from woodbury.jets import Jet
 from woodbury.losses.elementwise import Robust, SquaredError
@@ -64,7 +65,11 @@ def warn_of_columns(optimizer: GaussNewton, inputs: Any, targets: Tensor | None)
         if outputs is None or not isinstance(last, nn.Linear) or not result.flatten().equal(outputs.flatten()):
             of_targets = []
     parts = [(of_inputs, "inputs"), (of_targets, "targets")]
-    named = [f"{_in_words(columns)} of the {what}" for columns, what in parts if columns]
+    named = [
+        f"column{'s' if len(columns) > 1 else ''} {in_words(columns)} of the {what}"
+        for columns, what in parts
+        if columns
+    ]
     if named:
         verb = "is" if len(of_inputs) + len(of_targets) == 1 else "are"
         warnings.warn(
@@ -72,11 +77,6 @@ def warn_of_columns(optimizer: GaussNewton, inputs: Any, targets: Tensor | None)
             "the network, torch.nn.Sequential(woodbury.Scale.inputs(x), network, woodbury.Scale.targets(y))",
             stacklevel=level_of_caller(),
         )
-
-
-def _in_words(columns: list[int]) -> str:
-    shown = ", ".join(map(str, columns[:8])) + (", ..." if len(columns) > 8 else "")
-    return f"column {shown}" if len(columns) == 1 else f"columns {shown}"
 
 
 def _columns(values: Tensor) -> Tensor | None:

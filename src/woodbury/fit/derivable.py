@@ -28,7 +28,7 @@ class _Derivatives(TorchFunctionMode):
 
 
 def check_derivatives(model: nn.Module, residual: Any, *batch: Any) -> None:
-    """Warn of parameters of no model, and of derivatives without a graph; raise where there is no graph at all."""
+    """Warn of parameters that the model lacks, and of derivatives without a graph; raise where no parameter counts."""
     with torch.enable_grad(), _Derivatives() as derivatives:
         values = residual(model, *batch)
     edges = graph_edges(values) if values.requires_grad else ()
@@ -40,7 +40,7 @@ def check_derivatives(model: nn.Module, residual: Any, *batch: Any) -> None:
     if derivatives.is_cut:
         warnings.warn(
             f"fit: term {residual.name!r} takes a derivative without create_graph=True: how it depends on the "
-            "parameters is not known, and the fit will go astray. Or use woodbury.laplacian or derivatives",
+            "parameters is not known, and the fit goes astray. Add it, or use woodbury.laplacian or derivatives",
             stacklevel=level_of_caller(),
         )
     if shapes := {tuple(leaf.shape) for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in own}:

@@ -95,7 +95,6 @@ class SolvingRun(Run):
             self.count = self.searched = usual
         self.first = self.count  # and in plain steps
         self.looks = LOOKS if on_cpu else LOOKS_ON_DEVICE
-        self.close = CLOSE if on_cpu else 0.0  # plain steps are fewer on a device, and creep soon
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.is_near = False  # a solution, so that weights are other ones
@@ -160,7 +159,8 @@ class SolvingRun(Run):
 
     def _have_done(self) -> bool:
         """Whether plain steps have: close to a solution, where searched ones gain most, or where they creep."""
-        if self._share() < self.close:
+        is_measured = self.device.type == "cpu" and not self.most_plain  # elsewhere they are left to creep
+        if is_measured and self._share() < CLOSE:
             return True
         return self.fit.steps - self.since >= 2 * WINDOW and self._gained(WINDOW) < WORTH
 
@@ -173,7 +173,6 @@ class SolvingRun(Run):
         """Plain steps as long as they gain enough, and where they do not, on twice the samples up to `most`."""
         self.phase, self.since = "plain", self.fit.steps
         self.count, self.most_plain = self.first, most
-        self.close = 0.0 if most else self.close  # more samples come first
         use_search(self.optimizer, False)
 
     def _gained(self, steps: int) -> float:
