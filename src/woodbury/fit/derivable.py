@@ -28,7 +28,7 @@ class _Derivatives(TorchFunctionMode):
 
 
 def check_derivatives(model: nn.Module, residual: Any, *batch: Any) -> None:
-    """Warn of parameters that the model lacks, and of derivatives without a graph; raise where no parameter counts."""
+    """Warn of parameters that the model lacks, and of lost derivatives; raise where no parameter counts."""
     with torch.enable_grad(), _Derivatives() as derivatives:
         values = residual(model, *batch)
     edges = graph_edges(values) if values.requires_grad else ()
