@@ -363,7 +363,10 @@ def test_plain_steps_follow_where_half_of_the_last_searched_ones_are_short(monke
     assert begun == ([] if step is None else [step])
 
 
-def test_plain_steps_end_close_to_a_solution(monkeypatch):
+@pytest.mark.parametrize("most", [0, 256])
+def test_plain_steps_end_close_to_a_solution(monkeypatch, most):
+    begin = solving.SolvingRun.begin_plain
+    monkeypatch.setattr(solving.SolvingRun, "begin_plain", lambda run: begin(run, most))
     monkeypatch.setattr(solving, "LOOKS", {8: 1.0})
     monkeypatch.setattr(solving, "FAR", 0.0)
     monkeypatch.setattr(solving, "CLOSE", 1e-2)

@@ -150,19 +150,13 @@ class SolvingRun(Run):
                 self.begin_plain()
         if self.phase == "look" and fit.steps == FEW_STEPS:
             self.count = max(self.count, self.searched)
-        elif self.phase == "plain" and self._have_done():
+        elif self.phase == "plain" and self.device.type == "cpu" and self._share() < CLOSE:
+            self._begin_search()  # whose steps gain more here; on a device they did not
+        elif self.phase == "plain" and fit.steps - self.since >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
             if GROWTH * self.count <= self.most_plain and self._fits(GROWTH * self.count):
                 self.count, self.since = GROWTH * self.count, fit.steps - WINDOW
             else:
-                self.phase, self.count = "search", max(self.count, min(self.searched, self.most))
-                use_search(self.optimizer, True)
-
-    def _have_done(self) -> bool:
-        """Whether plain steps have: close to a solution, where searched ones gain most, or where they creep."""
-        is_measured = self.device.type == "cpu" and not self.most_plain  # elsewhere they are left to creep
-        if is_measured and self._share() < CLOSE:
-            return True
-        return self.fit.steps - self.since >= 2 * WINDOW and self._gained(WINDOW) < WORTH
+                self._begin_search()
 
     def _share(self) -> float:
         """The loss over the first one."""
@@ -174,6 +168,10 @@ class SolvingRun(Run):
         self.phase, self.since = "plain", self.fit.steps
         self.count, self.most_plain = self.first, most
         use_search(self.optimizer, False)
+
+    def _begin_search(self) -> None:
+        self.phase, self.count = "search", max(self.count, min(self.searched, self.most))
+        use_search(self.optimizer, True)
 
     def _gained(self, steps: int) -> float:
         """What the last steps took off the logarithm of the loss; not a number where the loss is no square."""
