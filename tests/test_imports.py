@@ -65,7 +65,8 @@ FLOORS = {
     "optim": [
         ["info", "price", "transaction", "settings", "shards", "faults"],
         ["problems"],
-        ["step", "recorded"],
+        ["step"],
+        ["recorded"],
         ["optimizer"],
         ["smw"],
     ],
