@@ -63,7 +63,7 @@ FLOORS = {
         ["curved"],
     ],
     "optim": [
-        ["info", "price", "transaction", "settings", "shards", "faults"],
+        ["info", "transaction", "settings", "shards", "faults"],
         ["problems"],
         ["step"],
         ["recorded"],
