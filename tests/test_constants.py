@@ -102,7 +102,7 @@ def test_a_recording_keeps_the_constants_it_reads(monkeypatch):
         read.append(constants.indices(11, cpu))  # made while it is recorded
         return torch.zeros(6), {}
 
-    recorded = recording.record(torch.zeros(2), None, [], {}, cpu, torch.float32, run)
+    recorded = recording.Recording(torch.zeros(2), None, [], {}, cpu, torch.float32, run)
     addresses = {tensor.data_ptr() for tensor in read}
     assert read[0] is read[1]
     read.clear()

@@ -63,9 +63,10 @@ FLOORS = {
         ["curved"],
     ],
     "optim": [
-        ["info", "price", "transaction", "settings", "shards", "faults"],
+        ["info", "transaction", "settings", "shards", "faults"],
         ["problems"],
-        ["step", "recorded"],
+        ["step"],
+        ["recorded"],
         ["optimizer"],
         ["smw"],
     ],

@@ -12,10 +12,10 @@ import reference
 import woodbury
 from changes import CHANGES, Scaled
 from woodbury.device import recording, scalars
-from woodbury.device.recording import Key, Recording, Recordings
+from woodbury.device.recording import Key, Recordings
 from woodbury.optim import recorded
 from woodbury.optim.problems import Request
-from woodbury.optim.recorded import fingerprint_of
+from woodbury.optim.recorded import RecordedStep, fingerprint_of
 
 CPU = torch.device("cpu")
 
@@ -26,19 +26,15 @@ def no_statistics(monkeypatch):
     monkeypatch.setattr(recording, "bytes_ever_allocated", lambda device: 0)
 
 
-def record(inputs, targets, rates, state, device, dtype, run):
-    """Takes the place of `recording.record`: a replay runs the step again, on the same buffers."""
-    inputs, targets, state = (recording.buffers_like(tree) for tree in (inputs, targets, state))
-    buffers = [torch.as_tensor(rate, dtype=dtype) for rate in rates]
+def record_graph(run, device):
+    """Takes the place of `recording.record_graph`: a replay runs the step again, on the same buffers."""
     numbers = torch.zeros(6, dtype=torch.float64)
 
     class Graph:
         def replay(self):
-            computed, new = run(inputs, targets, buffers, state)
-            numbers.copy_(computed)
-            recording.overwrite(state, new)
+            numbers.copy_(run())
 
-    return Recording(Graph(), inputs, targets, buffers, state, numbers, [None] * len(buffers))
+    return Graph(), numbers, ()
 
 
 def on_a_device(state, device):
@@ -49,7 +45,8 @@ def on_a_device(state, device):
 
 def replay(optimizer, problem):
     request = Request(problem.inputs, problem.targets)
-    return optimizer._replayed(optimizer._recordings, optimizer._context(), request)
+    step = RecordedStep(optimizer._context(), optimizer._problems, request, optimizer._doubts)
+    return optimizer.last if step.replay(optimizer._recordings, optimizer._done) else None
 
 
 def refuse(number):
@@ -62,7 +59,7 @@ def refuse(number):
 def test_replayed_steps_are_the_ordinary_ones(method, settings, curvature_samples, monkeypatch):
     for name in ("__bool__", "__float__"):
         monkeypatch.setattr(scalars.Number, name, refuse)
-    monkeypatch.setattr(recording, "record", record)
+    monkeypatch.setattr(recording, "record_graph", record_graph)
     monkeypatch.setattr(recorded, "moving_state", on_a_device)
     problem, same = problems.make("softmax"), problems.make("softmax")
     settings |= {"curvature_samples": curvature_samples, "seed": 0}
@@ -84,7 +81,7 @@ def test_what_no_graph_can_hold_leaves_the_draws_alone(monkeypatch):
     def fail(*args, **options):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(recording, "record", fail)
+    monkeypatch.setattr(recording, "record_graph", fail)
     problem = problems.make("softmax")
     optimizer = woodbury.NaturalGradient(problem.model, problem.loss, curvature_samples=4, seed=0)
     before = optimizer.state["generator"].clone()

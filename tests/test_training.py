@@ -20,7 +20,7 @@ from checks import silence
 from woodbury.fit import training
 from woodbury.fit.limits import Limits
 from woodbury.fit.sources import MiniBatches
-from woodbury.optim.price import FEWEST_ROWS, FREE, affordable_rows
+from woodbury.optim.problems import FEWEST_ROWS, FREE, affordable_rows
 
 
 def classes(count=120, seed=0):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,18 +30,33 @@ class Key(NamedTuple):
     shape: Hashable  # of the batch
 
 
-@dataclass
 class Recording:
-    """A CUDA graph, the buffers it reads and the numbers it writes."""
+    """A CUDA graph of run(inputs, targets, rates, state) -> (numbers, new state) on buffers; computes nothing yet.
 
-    graph: torch.cuda.CUDAGraph
-    inputs: Any
-    targets: Tensor | None
-    rates: list[Tensor]  # the learning rate of each parameter group
-    state: dict[str, Any]  # part of the optimizer's state, as buffers
-    numbers: Tensor
-    known_rates: list[float | None]  # the values in `rates`, None where not known
-    constants: Sequence[Tensor] = ()  # which the graph reads too: they must stay where they are
+    state holds tensors, or dictionaries of them, and the new state overwrites the old. dtype is that of the rates.
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        targets: Tensor | None,
+        rates: Sequence[Any],
+        state: dict[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        run: Callable[[Any, Tensor | None, list[Tensor], dict[str, Any]], tuple[Tensor, dict[str, Any]]],
+    ) -> None:
+        self.inputs, self.targets, self.state = buffers_like(inputs), buffers_like(targets), buffers_like(state)
+        self.rates = [torch.as_tensor(rate, dtype=dtype, device=device) for rate in rates]  # by parameter group
+        self.known_rates: list[float | None] = [None] * len(rates)  # the values in them, None where not known
+
+        def run_on_buffers() -> Tensor:
+            numbers, new = run(self.inputs, self.targets, self.rates, self.state)
+            overwrite(self.state, new)
+            return numbers
+
+        # the graph reads the constants too: they must stay where they are
+        self.graph, self.numbers, self.constants = record_graph(run_on_buffers, device)
 
     def load(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> None:
         """Copy in a batch, with its samples in this order, and the learning rates, for `graph.replay`."""
@@ -159,42 +173,6 @@ def overwrite(buffers: Any, values: Any) -> None:
     for buffer, value in zip(pytree.tree_leaves(buffers), pytree.tree_leaves(values), strict=True):
         if buffer is not value:
             buffer.copy_(value)
-
-
-def record(
-    inputs: Any,
-    targets: Tensor | None,
-    rates: Sequence[Any],
-    state: dict[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    run: Callable[[Any, Tensor | None, list[Tensor], dict[str, Any]], tuple[Tensor, dict[str, Any]]],
-) -> Recording:
-    """A recording of run(inputs, targets, rates, state) -> (numbers, new state) on buffers; computes nothing yet.
-
-    state holds tensors, or dictionaries of them; in the recording the new state overwrites the old. dtype is
-    that of the rates.
-    """
-    inputs, targets, state = buffers_like(inputs), buffers_like(targets), buffers_like(state)
-    rate_buffers = [torch.as_tensor(rate, dtype=dtype, device=device) for rate in rates]
-
-    def run_on_buffers() -> Tensor:
-        numbers, new = run(inputs, targets, rate_buffers, state)
-        overwrite(state, new)
-        return numbers
-
-    graph, numbers, constants = record_graph(run_on_buffers, device)
-    known_rates: list[float | None] = [None] * len(rate_buffers)
-    return Recording(
-        graph,
-        inputs,
-        targets=targets,
-        rates=rate_buffers,
-        state=state,
-        numbers=numbers,
-        known_rates=known_rates,
-        constants=constants,
-    )
 
 
 def record_graph(run: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[Any, Any, Any]:

@@ -69,14 +69,11 @@ class Logistic(LossRule):
         return prepared
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        if _is_weighted(loss):
-            weight, pos_weight = _weights(loss, outputs, targets)
-            targets = targets.reshape(outputs.shape).to(outputs.dtype)
-            each = F.binary_cross_entropy_with_logits(
-                outputs, targets, weight, pos_weight=pos_weight, reduction="none"
-            )
-        else:
-            each = F.softplus(outputs) - targets * outputs
+        weight, pos_weight = _weights(loss, outputs, targets)
+        targets = targets.reshape(outputs.shape).to(outputs.dtype)
+        each = F.binary_cross_entropy_with_logits(
+            outputs, targets, weight, pos_weight=pos_weight, reduction="none"
+        )
         return over_outputs(loss, each)
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:

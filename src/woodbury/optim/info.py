@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,28 +61,23 @@ class StepInfo:
         return info
 
     def __getattr__(self, name: str) -> Tensor:  # what is not there yet
-        names = [entry.name for entry in fields(self)]
-        numbers = vars(self).get("_numbers")
+        names, numbers = list(self.__dataclass_fields__), vars(self).get("_numbers")
         if numbers is None or name not in names:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        index = names.index(name)
         with torch.inference_mode(False):
-            index = names.index(name)
             value = numbers[index] if index < len(numbers) else Numbers._field_defaults[name]
-            vars(self)[name] = tensor = _as_shown(name, value)
+            if name in ("accepted", "bent"):
+                vars(self)[name] = tensor = as_truth(value)
+            else:  # it holds |p|^2 for |p|
+                vars(self)[name] = tensor = as_double(root(value) if name == "step_norm" else value)
         return tensor
 
     def as_dict(self) -> dict[str, float | bool]:
         """The same as plain Python numbers."""
-        names, numbers = [entry.name for entry in fields(self)], vars(self).get("_numbers")
+        names, numbers = list(self.__dataclass_fields__), vars(self).get("_numbers")
         if isinstance(numbers, Numbers) and all(map(is_known, numbers)):  # without a tensor for each
             plain = {name: float(value) for name, value in zip(names, numbers, strict=True)}
             plain["step_norm"] = float(root(plain["step_norm"]))
             return plain | {name: bool(plain[name]) for name in ("accepted", "bent")}
         return {name: getattr(self, name).item() for name in names}
-
-
-def _as_shown(name: str, value: Any) -> Tensor:
-    """A number of a `StepInfo` as the tensor it shows; it holds |p|^2 for |p|."""
-    if name in ("accepted", "bent"):
-        return as_truth(value)
-    return as_double(root(value) if name == "step_norm" else value)

@@ -18,7 +18,6 @@ from torch.autograd import _profiler_enabled
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from woodbury import _random
-from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, check_number, check_truth, check_whole_number, part_named
 from woodbury._vector import Parts
 from woodbury.device.recording import Recordings
@@ -270,9 +269,10 @@ class SecondOrder(torch.optim.Optimizer):
                 recordings = None
             plain = request.subset is None and request.full is None
             if recordings is not None and plain and context.settings.is_recordable:
-                info = self._replayed(recordings, context, request)
-                if info is not None:
-                    return info
+                recorded = RecordedStep(context, self._problems, request, self._doubts)
+                if recorded.replay(recordings, self._done):
+                    assert self.last is not None
+                    return self.last
             info = self._posed(context, request).take(self._done)
             if recordings is not None:
                 random = transaction.random
@@ -281,17 +281,6 @@ class SecondOrder(torch.optim.Optimizer):
         except BaseException:  # bad input, or an interrupt
             transaction.end()
             raise
-
-    def _replayed(self, recordings: Recordings, context: Context, request: Request) -> StepInfo | None:
-        """A step from a CUDA graph, recorded first if it is time; None if it is not."""
-
-        def take(plan: Plan, batch: Batch, rates: list[Any]) -> StepInfo:
-            inner = self._context(context.settings)
-            posed = self._problems.problem(inner, plan, batch, request, rates)
-            return Step(inner, *posed, self._doubts).take(lambda info: None)
-
-        taken = RecordedStep(context, self._problems, request, take).replay(recordings, self._done)
-        return self.last if taken else None
 
     def _posed(self, context: Context, request: Request) -> Step:
         return Step(context, *self._problems.pose(context, request), self._doubts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,6 @@ from woodbury.model.capture import call_model
 from woodbury.model.chain import Chain, Structure
 from woodbury.model.compiled import run_as_written
 from woodbury.model.plan import Plan
-from woodbury.optim.price import affordable_rows
 from woodbury.optim.settings import Hyperparameters, Settings, check_groups, explain_inputs, read_settings
 from woodbury.optim.shards import borrow_sample, count_nothing, describe
 from woodbury.optim.transaction import Transaction
@@ -36,6 +36,8 @@ from woodbury.quadratic.quadratic import Problem
 
 FIRST_COLUMNS = 8  # to reckon with before the model has shown its outputs
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
+FREE = 4e6  # operations that take no time beside the calls of a step
+FEWEST_ROWS = 16
 
 
 @dataclass(eq=False)
@@ -324,3 +326,22 @@ def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) ->
     if len(rates) == 1:
         return before * rates.pop()
     return plan.space.pack({name: hyper.momentum[name] * part for name, part in before.items()})
+
+
+def affordable_rows(samples: int, parameters: Iterable[Tensor]) -> int:
+    """R rows of curvature for a batch of N1 samples, where curvature_samples="auto".
+
+    With P parameters, and layers whose inputs and outputs have W numbers together, a step takes beside the 6 N1 P
+    operations of an SGD step about 4 R P (columns sent back, and U p_prev) + 2 R^2 W (Gram matrix) + R^3 / 3
+    (Cholesky factorisation). R is the largest with a sum of at most 12 N1 P: then a step has the operations of
+    three SGD steps. Steps bound by the number of operations, and not by their size, get more.
+    """
+    shapes = [parameter.shape for parameter in parameters]
+    size = sum(shape.numel() for shape in shapes)
+    width = sum(shape[0] + shape[1:].numel() for shape in shapes if len(shape) > 1)
+
+    def cost(rows: int) -> float:
+        return 4.0 * rows * size + 2.0 * rows**2 * width + rows**3 / 3
+
+    budget = 12.0 * samples * size + FREE
+    return FEWEST_ROWS + bisect_right(range(FEWEST_ROWS + 1, 1 << 20), budget, key=cost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,23 +15,24 @@ from woodbury.device.recording import Key, Recording, Recordings
 from woodbury.device.scalars import as_double, to_device
 from woodbury.linalg import matmul_precision
 from woodbury.model.plan import Plan
+from woodbury.optim.faults import Doubts
 from woodbury.optim.info import Numbers, StepInfo
 from woodbury.optim.problems import Context, Problems, Request, count_samples
-
-Take = Callable[[Plan, Batch, list[Any]], StepInfo]  # an ordinary step with these learning rates
+from woodbury.optim.step import Step
+from woodbury.optim.transaction import Transaction
 
 
 class RecordedStep:
     """The step of a batch that a recording may hold: after two ordinary ones of a kind the third is recorded."""
 
-    def __init__(self, context: Context, problems: Problems, request: Request, take: Take) -> None:
+    def __init__(self, context: Context, problems: Problems, request: Request, doubts: Doubts) -> None:
         problems.check_surroundings(context)
-        self.context, self._problems, self._take = context, problems, take
-        self._inputs, self._targets, self._device = request.inputs, request.targets, context.device
+        self.context, self._problems, self._request, self._doubts = context, problems, request, doubts
+        self._device = context.device
         self._plan = problems.structure.read(context.model, context.groups)
         self._rates = [group["lr"] for group in context.groups]
         self._moving = moving_state(context.state, self._device)
-        self._samples = count_samples(self._inputs, self._targets)
+        self._samples = count_samples(request.inputs, request.targets)
         self._curvature_samples = problems.curvature_count(context, self._samples)
 
     def replay(self, recordings: Recordings, done: Callable[[StepInfo], None]) -> bool:
@@ -58,7 +60,7 @@ class RecordedStep:
             recordings.add(key, found)
         for name, value in self._moving.items():
             recording.overwrite(found.state[name], value)
-        found.load(self._inputs, self._targets, order, self._rates)
+        found.load(self._request.inputs, self._request.targets, order, self._rates)
         graph, numbers, launched = found.graph, found.numbers, False
 
         def finish() -> None:
@@ -73,7 +75,7 @@ class RecordedStep:
 
     def _key(self) -> Key | None:
         """What must be the same for a recording to be valid; None where no graph can read the batch."""
-        shape = recording.shape_of(self._inputs, self._targets, self._device)
+        shape = recording.shape_of(self._request.inputs, self._request.targets, self._device)
         if shape is None:
             return None
         fixed = fingerprint_of(self.context, self._problems, self._plan, self._moving)
@@ -89,18 +91,11 @@ class RecordedStep:
 
     def _record(self) -> Recording:
         """A recording of the step, which computes nothing yet and leaves no numbers behind."""
-        transaction = self.context.transaction
+        transaction, dtype = self.context.transaction, torch.promote_types(self._plan.dtype, torch.float32)
+        batch = self._request.inputs, self._request.targets
         transaction.watch(self._plan, None)
         try:
-            return recording.record(
-                self._inputs,
-                self._targets,
-                rates=self._rates,
-                state=self._moving,
-                device=self._device,
-                dtype=torch.promote_types(self._plan.dtype, torch.float32),
-                run=self._run,
-            )
+            return Recording(*batch, self._rates, self._moving, self._device, dtype, self._run)
         except BaseException:
             transaction.undo()
             raise
@@ -114,7 +109,9 @@ class RecordedStep:
         current = self.context.state
         current.update(state)
         batch = Batch(inputs, targets, self._samples, self._curvature_samples)
-        numbers = self._take(self._plan, batch, rates)._numbers
+        context = replace(self.context, transaction=Transaction(current))
+        posed = self._problems.problem(context, self._plan, batch, self._request, rates)
+        numbers = Step(context, *posed, self._doubts).take(lambda info: None)._numbers
         # the others have their defaults: nothing with a search is recorded
         shown = torch.stack([as_double(value) for value in numbers[: len(Numbers._fields) - 3]])
         return shown, {name: current[name] for name in state}

@@ -93,9 +93,8 @@ class GaussNewton(_SampleSpace):
         lr: alpha, theta moves by alpha p.
         damping: lambda: a policy such as `LevenbergMarquardt`, or a number for a constant.
         curvature_samples: N2: None for the whole batch, a number of samples, a fraction of the batch, or "auto"
-            for as many as make a step about as dear as three SGD steps, by the shapes of the model
-            (`woodbury.optim.price`). S2 is drawn at random from the batch at each step. A last batch smaller than
-            N2 is used whole.
+            for as many as make a step about as dear as three SGD steps, by the shapes of the model. S2 is drawn
+            at random from the batch at each step. A last batch smaller than N2 is used whole.
         blocks: "full", or "layer" for a block-diagonal B with one block per layer.
         momentum: mu: p minimises the damped model around mu p_prev instead of around 0.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss, its gradient to g and its Hessian to B.
