@@ -1,7 +1,5 @@
 """What the measurements share: networks, steps as functions, their median times, and tables."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -15,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from woodbury.optimizers import OPTIMIZERS
 
 Step = Callable[[], object]
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -71,13 +67,9 @@ def chain(activation: type[nn.Module], *widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-class _Module(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
+class _OwnForward(nn.Sequential):
     def forward(self, inputs: Tensor) -> Any:
-        return self.layers(inputs)
+        return super().forward(inputs)
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ class Network:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layers = chain(nn.Sigmoid, *self.widths)
-        return _Module(layers) if self.in_module else layers
+        return _OwnForward(layers) if self.in_module else layers
 
     def loss(self) -> nn.Module:
         return self.loss_type()
@@ -139,6 +131,8 @@ def sgd_step(network: Network, batch: Batch) -> Step:
 
 def own_optimizer(name: str, network: Network, device: str | torch.device = "cpu", **settings: Any) -> Any:
     """One of `woodbury.optimizers.OPTIMIZERS`; Hessian-free takes exactly the network's CG iterations."""
+    from woodbury.optimizers import OPTIMIZERS  # `benchmarks.trajectories` runs with commits that may lack it
+
     settings = {"lr": 0.1, "curvature_samples": network.curvature_samples} | settings
     if name == "hf":
         settings |= {"max_iterations": network.iterations, "progress": 0.0}

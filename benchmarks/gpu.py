@@ -5,8 +5,6 @@ large      604 million parameters, N1/N2 = 4096/1024
 largest    10^9 parameters, N1 = N2 = 1000, with the residual of (B + lambda I) p = -g by products
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

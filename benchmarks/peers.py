@@ -4,8 +4,6 @@ In one process per peer, its step and woodbury's are timed in turns, from the sa
 is the change of the parameters in the first step, memory by how much the peak of the resident set grew in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json
