@@ -98,18 +98,17 @@ class Network:
             layers = chain(nn.Sigmoid, *self.widths)
         return _OwnForward(layers) if self.in_module else layers
 
-    def loss(self) -> nn.Module:
-        return self.loss_type()
-
-    def batch(self) -> Batch:
+    def batch(self, device: str = "cpu") -> Batch:
         """Random inputs and targets, always the same."""
         draws, outputs = torch.Generator().manual_seed(1), self.widths[-1]
         inputs = torch.randn(self.samples, self.widths[0], generator=draws)
         if self.loss_type is nn.CrossEntropyLoss:
-            return inputs, torch.randint(outputs, (self.samples,), generator=draws)
-        if self.loss_type is nn.BCEWithLogitsLoss:
-            return inputs, torch.randint(2, (self.samples, outputs), generator=draws).float()
-        return inputs, torch.randn(self.samples, outputs, generator=draws)
+            targets = torch.randint(outputs, (self.samples,), generator=draws)
+        elif self.loss_type is nn.BCEWithLogitsLoss:
+            targets = torch.randint(2, (self.samples, outputs), generator=draws).float()
+        else:
+            targets = torch.randn(self.samples, outputs, generator=draws)
+        return inputs.to(device), targets.to(device)
 
 
 def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, batch: Batch) -> None:
@@ -121,7 +120,7 @@ def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Modul
 
 def first_order_step(kind: type[torch.optim.Optimizer], network: Network, batch: Batch, **settings: Any) -> Step:
     model = network.build().to(batch[0].device)
-    return partial(take_step, kind(model.parameters(), **settings), model, network.loss(), batch)
+    return partial(take_step, kind(model.parameters(), **settings), model, network.loss_type(), batch)
 
 
 def sgd_step(network: Network, batch: Batch) -> Step:
@@ -136,7 +135,7 @@ def own_optimizer(name: str, network: Network, device: str | torch.device = "cpu
     settings = {"lr": 0.1, "curvature_samples": network.curvature_samples} | settings
     if name == "hf":
         settings |= {"max_iterations": network.iterations, "progress": 0.0}
-    return OPTIMIZERS[name](network.build().to(device), network.loss(), **settings)
+    return OPTIMIZERS[name](network.build().to(device), network.loss_type(), **settings)
 
 
 def own_step(name: str, network: Network, batch: Batch, **settings: Any) -> Step:

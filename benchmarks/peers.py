@@ -37,7 +37,7 @@ SMALL = {"classes": Network((8, 6, 3), 5, 5), "million": Network((7, 6, 4, 1), 9
 
 
 def make_task(network: Network, damping: float = 1.0) -> Task:
-    return Task(network.build(), network.loss(), *network.batch(), damping)
+    return Task(network.build(), network.loss_type(), *network.batch(), damping)
 
 
 def _own_step(name: str) -> Callable[[Task], Step]:
