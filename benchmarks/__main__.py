@@ -1,7 +1,5 @@
 """The command line of the measurements: `python -m benchmarks`, from the root of a checkout."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -10,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import beside, deepxde, equations, gpu, laplacian, noise, peers, processes, scale, standings, step
+from benchmarks import beside, deepxde, equations, gpu, laplacian, noise, peers, processes, rivals, scale, step
 from benchmarks.common import Command, round_numbers, table
 
 _DESCRIPTION = (
@@ -35,7 +33,7 @@ COMMANDS = {
     "gpu": gpu.COMMAND,
     "scale": scale.COMMAND,
     "peers": peers.COMMAND,
-    "problems": standings.COMMAND,
+    "problems": rivals.COMMAND,
     "noise": noise.COMMAND,
     "regressors": _estimators("regressors", "LMRegressor"),
     "classifiers": _estimators("classifiers", "LMClassifier"),

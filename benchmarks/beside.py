@@ -11,8 +11,6 @@ three such runs: steps may amplify the errors of those before, and the dampings 
 Where the noise leaves no digit, nothing is compared (the bound is inf).
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """What the measurements share: networks, steps as functions, their median times, and tables."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -15,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from woodbury.optimizers import OPTIMIZERS
 
 Step = Callable[[], object]
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -71,13 +67,9 @@ def chain(activation: type[nn.Module], *widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-class _Module(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
+class _OwnForward(nn.Sequential):
     def forward(self, inputs: Tensor) -> Any:
-        return self.layers(inputs)
+        return super().forward(inputs)
 
 
 @dataclass(frozen=True)
@@ -104,20 +96,19 @@ class Network:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layers = chain(nn.Sigmoid, *self.widths)
-        return _Module(layers) if self.in_module else layers
+        return _OwnForward(layers) if self.in_module else layers
 
-    def loss(self) -> nn.Module:
-        return self.loss_type()
-
-    def batch(self) -> Batch:
+    def batch(self, device: str = "cpu") -> Batch:
         """Random inputs and targets, always the same."""
         draws, outputs = torch.Generator().manual_seed(1), self.widths[-1]
         inputs = torch.randn(self.samples, self.widths[0], generator=draws)
         if self.loss_type is nn.CrossEntropyLoss:
-            return inputs, torch.randint(outputs, (self.samples,), generator=draws)
-        if self.loss_type is nn.BCEWithLogitsLoss:
-            return inputs, torch.randint(2, (self.samples, outputs), generator=draws).float()
-        return inputs, torch.randn(self.samples, outputs, generator=draws)
+            targets = torch.randint(outputs, (self.samples,), generator=draws)
+        elif self.loss_type is nn.BCEWithLogitsLoss:
+            targets = torch.randint(2, (self.samples, outputs), generator=draws).float()
+        else:
+            targets = torch.randn(self.samples, outputs, generator=draws)
+        return inputs.to(device), targets.to(device)
 
 
 def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, batch: Batch) -> None:
@@ -129,7 +120,7 @@ def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Modul
 
 def first_order_step(kind: type[torch.optim.Optimizer], network: Network, batch: Batch, **settings: Any) -> Step:
     model = network.build().to(batch[0].device)
-    return partial(take_step, kind(model.parameters(), **settings), model, network.loss(), batch)
+    return partial(take_step, kind(model.parameters(), **settings), model, network.loss_type(), batch)
 
 
 def sgd_step(network: Network, batch: Batch) -> Step:
@@ -139,10 +130,12 @@ def sgd_step(network: Network, batch: Batch) -> Step:
 
 def own_optimizer(name: str, network: Network, device: str | torch.device = "cpu", **settings: Any) -> Any:
     """One of `woodbury.optimizers.OPTIMIZERS`; Hessian-free takes exactly the network's CG iterations."""
+    from woodbury.optimizers import OPTIMIZERS  # `benchmarks.trajectories` runs with commits that may lack it
+
     settings = {"lr": 0.1, "curvature_samples": network.curvature_samples} | settings
     if name == "hf":
         settings |= {"max_iterations": network.iterations, "progress": 0.0}
-    return OPTIMIZERS[name](network.build().to(device), network.loss(), **settings)
+    return OPTIMIZERS[name](network.build().to(device), network.loss_type(), **settings)
 
 
 def own_step(name: str, network: Network, batch: Batch, **settings: Any) -> Step:

@@ -4,11 +4,10 @@ The error is |u_network - u| / |u| in L2 on points that no step has seen; u is k
 spectral method (Allen-Cahn). The last two measure an unknown coefficient and an eigenvalue instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,19 +100,20 @@ def burgers(device: str, nu: float, width: int) -> Problem:
         u, slopes, bend = woodbury.laplacian(model, x, weights=(0, 1))
         return slopes[..., 0] + u * slopes[..., 1] - nu * bend
 
-    def solution(points: Tensor) -> Tensor:
-        """u = -int sin(pi y) g dz / int g dz,  g = exp(-cos(pi y) / (2 pi nu) - z^2),  y = x - 2 sqrt(nu t) z."""
-        from numpy.polynomial.hermite import hermgauss
-
-        z, weights = (torch.from_numpy(array).to(device) for array in hermgauss(180))
-        y = PI * (points[:, 1:] - 2 * (nu * points[:, :1]).sqrt() * z)
-        exponents = -torch.cos(y) / (2 * PI * nu)
-        f = weights * torch.exp(exponents - exponents.amax(1, keepdim=True))
-        return -(torch.sin(y) * f).sum(1, keepdim=True) / f.sum(1, keepdim=True)
-
     model = network(device, 2, *[width] * 4, 1)
     wave, still = lambda x: -torch.sin(PI * x[:, 1:]), lambda x: torch.zeros_like(x[:, 1:])
-    return evolution(box, model, equation, wave, known(box, solution), still)
+    return evolution(box, model, equation, wave, known(box, partial(cole_hopf, nu)), still)
+
+
+def cole_hopf(nu: float, points: Tensor) -> Tensor:
+    """u = -int sin(pi y) g dz / int g dz,  g = exp(-cos(pi y) / (2 pi nu) - z^2),  y = x - 2 sqrt(nu t) z."""
+    from numpy.polynomial.hermite import hermgauss
+
+    z, weights = (torch.from_numpy(array).to(points.device) for array in hermgauss(180))
+    y = PI * (points[:, 1:] - 2 * (nu * points[:, :1]).sqrt() * z)
+    exponents = -torch.cos(y) / (2 * PI * nu)
+    f = weights * torch.exp(exponents - exponents.amax(1, keepdim=True))
+    return -(torch.sin(y) * f).sum(1, keepdim=True) / f.sum(1, keepdim=True)
 
 
 def poisson(device: str, *widths: int) -> Problem:

@@ -4,8 +4,6 @@ Beside it Adam and then L-BFGS, SOAP (of `pytorch_optimizer`), and Adam and then
 same terms, the same weights and as many seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

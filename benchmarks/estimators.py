@@ -4,8 +4,6 @@ Defaults throughout, with standardised inputs where they matter. Scores are of a
 without the fold of its sample; seconds are CPU time of one fit.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

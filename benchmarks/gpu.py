@@ -5,8 +5,6 @@ large      604 million parameters, N1/N2 = 4096/1024
 largest    10^9 parameters, N1 = N2 = 1000, with the residual of (B + lambda I) p = -g by products
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Batch, Command, Network, median_seconds, own_optimizer, own_step, sgd_step, take_step
+from benchmarks.common import Command, Network, median_seconds, own_optimizer, own_step, sgd_step, take_step
 
 SMALL = Network((784, 500, 10), 60, 30)
 LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024)
@@ -28,7 +26,7 @@ ROUNDS, BLOCK = 30, 50  # of timing small steps: they take turns, so many in a r
 
 def small() -> dict[str, Any]:
     """Microseconds of each kind of step, and the ratio to eager SGD."""
-    batch = _batch(SMALL)
+    batch = SMALL.batch(DEVICE)
     steps = {"sgd": sgd_step(SMALL, batch)}
     for name in ("smw-ng", "smw-ng-bd", "smw-gn"):
         steps[name] = own_step(name, SMALL, batch, capture=False)
@@ -39,7 +37,10 @@ def small() -> dict[str, Any]:
 
 def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
     """Seconds of a step of SGD and of NG, peak memory of the latter, and the relative residual of its p."""
-    batch, optimizer = _batch(network), own_optimizer("smw-ng", network, DEVICE, lr=1e-3, gram_dtype=gram_dtype)
+    batch, optimizer = (
+        network.batch(DEVICE),
+        own_optimizer("smw-ng", network, DEVICE, lr=1e-3, gram_dtype=gram_dtype),
+    )
     model = optimizer.model
     steps: dict[str, Any] = {
         "sgd": partial(take_step, torch.optim.SGD(model.parameters(), lr=1e-3), model, optimizer.loss, batch),
@@ -63,11 +64,6 @@ def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any
         "peak_gib": peak,
         "residual": float(optimizer.verify(*batch)),
     }
-
-
-def _batch(network: Network) -> Batch:
-    inputs, targets = network.batch()
-    return inputs.to(DEVICE), targets.to(DEVICE)
 
 
 def _clock() -> float:

@@ -4,8 +4,6 @@ And the rows of residuals that `torch.autograd.grad` differentiates, as most pro
 weights, as they are, beside chunks of the graph, as they were.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ classes with flipped labels. The test data is as noisy as the training data. Ada
 four rates the one with the lowest validation loss counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import math

@@ -8,8 +8,6 @@ with the whole batch as S2 the gradient lies in the row space, g = U^T e / sqrt(
 needs no product with g. None of this uses woodbury's own code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

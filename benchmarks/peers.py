@@ -4,8 +4,6 @@ In one process per peer, its step and woodbury's are timed in turns, from the sa
 is the change of the parameters in the first step, memory by how much the peak of the resident set grew in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json
@@ -39,7 +37,7 @@ SMALL = {"classes": Network((8, 6, 3), 5, 5), "million": Network((7, 6, 4, 1), 9
 
 
 def make_task(network: Network, damping: float = 1.0) -> Task:
-    return Task(network.build(), network.loss(), *network.batch(), damping)
+    return Task(network.build(), network.loss_type(), *network.batch(), damping)
 
 
 def _own_step(name: str) -> Callable[[Task], Step]:

@@ -5,8 +5,6 @@ covtype are read from the data folder of `woodbury.experiments.files`; other dat
 drawn here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

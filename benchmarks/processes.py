@@ -4,8 +4,6 @@ Each process has one thread and its part of the batch. Where there are more proc
 Of the timed steps the fastest quarter counts: on a machine that others use too the rest tells more of these.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,4 +1,4 @@
-"""woodbury beside Adam and SGD on `benchmarks.problems`, with the same epochs and with the same CPU time.
+"""The command `problems`: woodbury beside Adam and SGD, with the same epochs and with the same CPU time.
 
 Every run is one record, a plain dictionary. Adam and SGD (momentum 0.9) run at four rates that decay linearly to
 0, Adam also at a constant 1e-3. woodbury has the same settings everywhere: the defaults of `woodbury.fit`. In
@@ -7,8 +7,9 @@ median over its rates). It keeps to them by the clock: where other work takes pa
 Adam got. Seconds are CPU time of the process, which must have one thread. Losses are evaluated outside of them.
 """
 
-from __future__ import annotations
-
+import argparse
+import json
+import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,18 +19,19 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from benchmarks.common import Batch, say, take_step
+from benchmarks.common import Batch, Command, positive, round_numbers, say, table, take_step
 from benchmarks.problems import CLASSIFICATION, PROBLEMS, Problem, Task
 from woodbury._files import one_line
 from woodbury.experiments.files import DataError
 from woodbury.fit import fit
+from woodbury.runs.config import installed_versions, this_machine
 
 ADAM_CONSTANT, ADAM, SGD, WOODBURY = "adam-1e-3", "adam", "sgd", "woodbury"
 METHODS = (ADAM_CONSTANT, ADAM, SGD, WOODBURY)
@@ -41,23 +43,11 @@ Record = dict[str, Any]
 # -- samples, and what a model makes of them ------------------------------------------------------------------
 
 
-class _Samples(Dataset[Batch]):
-    """Samples of a pair of tensors, a batch of them by one indexing operation."""
-
-    def __init__(self, pair: Batch) -> None:
-        self.pair = pair
-
-    def __len__(self) -> int:
-        return len(self.pair[0])
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        return self.pair[0][indices], self.pair[1][indices]
-
-
-def batches(pair: Batch, size: int, seed: int) -> DataLoader[Batch]:
+def batches(pair: Batch, size: int, seed: int) -> DataLoader[Any]:
     """Shuffled batches, the last one of an epoch smaller; their order depends on the seed alone."""
-    order = torch.Generator().manual_seed(seed)
-    return DataLoader(_Samples(pair), size, shuffle=True, generator=order, collate_fn=lambda batch: batch)
+    samples, order = TensorDataset(*pair), torch.Generator().manual_seed(seed)
+    indices = BatchSampler(RandomSampler(samples, generator=order), size, drop_last=False)
+    return DataLoader(samples, None, sampler=indices, generator=order)  # a batch by one indexing operation
 
 
 def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple[float, float]:
@@ -79,7 +69,7 @@ def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple
 # -- one run --------------------------------------------------------------------------------------------------
 
 
-def train_first_order(task: Task, loader: DataLoader[Batch], method: str, rate: float, epochs: int) -> None:
+def train_first_order(task: Task, loader: DataLoader[Any], method: str, rate: float, epochs: int) -> None:
     """The usual loop with Adam or SGD: a constant rate, or one that decays linearly to 0 over all steps."""
     make: Any = partial(torch.optim.SGD, momentum=0.9) if method == SGD else torch.optim.Adam
     optimizer = make(task.model.parameters(), lr=rate)
@@ -135,11 +125,6 @@ def run(
 # -- all runs -------------------------------------------------------------------------------------------------
 
 
-def equal_seconds(adam: Sequence[Record]) -> float:
-    """The CPU time of Adam's run, the median over its rates."""
-    return median(record["seconds"] for record in adam)
-
-
 def run_problem(
     problem: Problem, seeds: Sequence[int], methods: Sequence[str] = METHODS, data_dir: Path | None = None
 ) -> list[Record]:
@@ -155,11 +140,11 @@ def run_problem(
     for seed in seeds:
         make = partial(problem.make, seed, data_dir)
         found = [run(problem, make(), method, seed, rate) for method, rate in pairs]
-        adam = [record for record in found if record["method"] == ADAM]
+        adam = [record["seconds"] for record in found if record["method"] == ADAM]
         if WOODBURY in methods:
             found.append(run(problem, make(), WOODBURY, seed))
         if WOODBURY in methods and adam:
-            found.append(run(problem, make(), EQUAL_SECONDS, seed, seconds=equal_seconds(adam)))
+            found.append(run(problem, make(), EQUAL_SECONDS, seed, seconds=median(adam)))
         records += found
     return records
 
@@ -192,3 +177,145 @@ def _bench_problem(name: str, **options: Any) -> list[Record] | str:
     except ModuleNotFoundError as error:
         return f'it needs {error.name}: pip install "woodbury[experiments]"'
     return [{"problem": name} | record for record in records]
+
+
+# -- what the records say ---------------------------------------------------------------------------------------
+
+
+def summarise(records: Sequence[Record]) -> dict[str, Any]:
+    """What the records say, by problem and over all of them:
+
+        {"problems": {name: {"kind", method: entry}}, "faults": lines}
+
+    The rate of a method is the one with the lowest training loss, a median over the seeds. Its entry has
+
+        train_loss, seconds                      medians over the seeds
+        test, test_range                         mean, smallest and largest over the seeds
+        rate, edge                               the rate, and whether it is the lowest or highest tried
+        ratio, seconds_ratio                     train_loss and seconds over those of tuned Adam (woodbury alone)
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        rows.setdefault(record["problem"], {"kind": record["kind"]})
+        groups.setdefault((record["problem"], record["method"]), []).append(record)
+    for (problem, method), runs in groups.items():
+        rows[problem][method] = _entry(runs)
+    for row in rows.values():
+        for method in (WOODBURY, EQUAL_SECONDS):
+            if method in row and ADAM in row:
+                row[method]["ratio"] = row[method]["train_loss"] / row[ADAM]["train_loss"]
+                row[method]["seconds_ratio"] = row[method]["seconds"] / row[ADAM]["seconds"]
+    return {"problems": rows, "faults": faults(records)}
+
+
+def _entry(records: Sequence[Record]) -> dict[str, Any]:
+    rates = sorted({record["rate"] for record in records if record["rate"] is not None})
+    by_rate = {rate: [record for record in records if record["rate"] == rate] for rate in rates or [None]}
+    losses = {rate: median(figure_of(run, "train_loss") for run in runs) for rate, runs in by_rate.items()}
+    rate = min(losses, key=losses.__getitem__)
+    runs = by_rate[rate]
+    tests = [figure_of(run, "test_figure") for run in runs]
+    return {
+        "rate": rate,
+        "edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
+        "train_loss": losses[rate],
+        "seconds": median(run["seconds"] for run in runs),
+        "test": fmean(tests),
+        "test_range": (min(tests), max(tests)),
+    }
+
+
+def figure_of(record: Record, key: str) -> float:
+    """A figure of a run, infinity if it is not a number or the run ended with an error."""
+    value = record[key]
+    return math.inf if value is None or math.isnan(value) or record["error"] is not None else float(value)
+
+
+def faults(records: Sequence[Record]) -> list[str]:
+    """One line per run of woodbury that raised, left a parameter not finite, or ended above its starting loss."""
+    lines = []
+    for record in records:
+        start, end = record["start_loss"], figure_of(record, "train_loss")
+        fault = record["error"]
+        if fault is None and not record["finite"]:
+            fault = "a parameter is not finite"
+        elif fault is None and end > start:
+            fault = f"the loss rose from {start:.4g} to {end:.4g}"
+        if fault is not None and record["method"] in (WOODBURY, EQUAL_SECONDS):
+            lines.append(f"{record['problem']}, {record['method']}, seed {record['seed']}: {fault}")
+    return lines
+
+
+# -- tables ---------------------------------------------------------------------------------------------------
+
+_TITLES = {ADAM_CONSTANT: "Adam 1e-3", ADAM: "Adam tuned", SGD: "SGD tuned"}
+_TITLES |= {WOODBURY: "woodbury, equal epochs", EQUAL_SECONDS: "woodbury, equal seconds"}
+
+
+def problems_tables(summary: dict[str, Any]) -> str:
+    """Training losses, test figures and, below them, the faults."""
+    training, test = [], []
+    for name, row in summary["problems"].items():
+        losses = {"problem": name, "kind": row["kind"]}
+        figures = dict(losses)
+        for method, text in _TITLES.items():
+            entry, heading = row.get(method, {}), text.replace(", ", "\n").replace(" ", "\n")
+            losses[heading] = entry.get("train_loss")
+            if method in (ADAM, SGD):
+                losses[f"{heading}\nrate"] = f"{entry['rate']:g}{'*' * entry['edge']}" if entry else None
+            if method in (WOODBURY, EQUAL_SECONDS):
+                losses[f"{heading}\nx loss"] = entry.get("ratio")
+                losses[f"{heading}\nx time"] = entry.get("seconds_ratio")
+            figures[text] = _test(row["kind"], entry) if entry else None
+        training.append(losses)
+        test.append(figures)
+    title = "Training loss, median over the seeds; *: the edge of the rates tried; x: over those of tuned Adam"
+    tables = [table(title, training, left=2)]
+    tables.append(table("Test error or test loss, mean (smallest to largest) over the seeds", test, left=2))
+    return "\n\n".join([*tables, *summary["faults"]])
+
+
+def _test(kind: str, entry: dict[str, Any]) -> str:
+    """2.4 % (2.2 to 2.9), or a loss without %."""
+    unit, factor = (" %", 100) if kind == CLASSIFICATION else ("", 1)
+    mean, low, high = (f"{factor * value:.3g}" for value in (entry["test"], *entry["test_range"]))
+    return f"{mean}{unit} ({low} to {high})"
+
+
+# -- the command ----------------------------------------------------------------------------------------------
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    text = f"these alone (default: all but mnist-full). One or more of: {', '.join(PROBLEMS)}"
+    parser.add_argument("--only", nargs="+", choices=list(PROBLEMS), default=[], metavar="NAME", help=text)
+    text = f"one or more of {', '.join(METHODS)} (default: all)"
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help=text)
+    text = "seeds of the initial weights and of the order of batches (default 3)"
+    parser.add_argument("--seeds", type=positive, default=3, metavar="NUMBER", help=text)
+    text = "processes, each with one thread (default 1)"
+    parser.add_argument("--jobs", type=positive, default=1, metavar="NUMBER", help=text)
+    text = "folder with MNIST and covtype (default: that of WOODBURY_DATA); without it these are left out"
+    parser.add_argument("--data-dir", type=Path, metavar="FOLDER", help=text)
+    text = "folder for records.jsonl, a line per run (default runs/problems)"
+    parser.add_argument("--out", type=Path, default=Path("runs/problems"), metavar="FOLDER", help=text)
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    """The summary; status 1 if a run of woodbury has a fault. The records go to a folder."""
+    wanted = {"seeds": range(options.seeds), "methods": options.methods, "data_dir": options.data_dir}
+    options.out.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = []
+    with (options.out / "records.jsonl").open("w") as file:
+        for found in bench_problems(options.only, options.jobs, **wanted):
+            file.writelines(json.dumps(round_numbers(record)) + "\n" for record in found)
+            file.flush()
+            records += found
+    if not records:
+        raise SystemExit("problems: the data of all these problems is absent")
+    return {"machine": this_machine(), "versions": installed_versions()} | summarise(records)
+
+
+COMMAND = Command(
+    "training beside tuned Adam and SGD, on small problems (20 minutes)", _run, problems_tables, _add_options
+)

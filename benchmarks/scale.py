@@ -14,8 +14,6 @@ every method also evaluates the loss at theta + p on the N1 samples, and the Gra
 gradient rows of the samples outside S2 beside the factor rows: N1^2 sum m_l.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import linear_regression, median

@@ -1,7 +1,5 @@
 """The time of a step relative to `torch.optim.SGD` on the same batch: the paper's networks and two small ones."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace

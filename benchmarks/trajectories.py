@@ -6,14 +6,11 @@ JSON is {"steps": numbers of steps, "only": names of problems, "starts": how man
 It imports torch and the public names of woodbury alone, so that other commits can run it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import woodbury
+from benchmarks.common import chain
 
 Settings = Mapping[str, Any]
 _FEW_ROUNDINGS = 1e-15
@@ -42,13 +40,6 @@ class Problem(NamedTuple):
 # -- problems -------------------------------------------------------------------------------------------------
 
 
-def _chain(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
-
-
 def _classes(model: nn.Module, *shape: int, sizes: Sequence[int], **more: Settings) -> Problem:
     batches = [(torch.randn(size, *shape), torch.randint(5, (size,))) for size in sizes]
     return Problem(model, nn.CrossEntropyLoss(), batches, **more)
@@ -57,12 +48,12 @@ def _classes(model: nn.Module, *shape: int, sizes: Sequence[int], **more: Settin
 def mlp() -> Problem:
     """A chain of Linear layers; curvature from a part of each batch, always the same; a smaller last batch."""
     subset = {"subset": torch.tensor([1, 3, 4, 8, 9, 12, 14])}
-    return _classes(_chain(6, 10, 8, 5), 6, sizes=(24, 24, 24, 17), step=subset)
+    return _classes(chain(nn.Tanh, 6, 10, 8, 5), 6, sizes=(24, 24, 24, 17), step=subset)
 
 
 def drawn() -> Problem:
     """The same where every step draws its curvature samples, or takes the whole batch."""
-    return _classes(_chain(6, 10, 8, 5), 6, sizes=(24, 24, 24, 17), settings={"seed": 3})
+    return _classes(chain(nn.Tanh, 6, 10, 8, 5), 6, sizes=(24, 24, 24, 17), settings={"seed": 3})
 
 
 def cnn() -> Problem:
@@ -99,13 +90,15 @@ def _residuals(laplacian: Callable[..., Any], model: nn.Module, points: Tensor) 
 def equation(count: int) -> Problem:
     """Residuals of a differential equation at so many points, a row each; the model has 59 parameters."""
     settings = {"forward": partial(_residuals, woodbury.laplacian)}
-    return Problem(_chain(2, 6, 5, 1), nn.MSELoss(), [(torch.rand(count, 2), None) for _ in range(3)], settings)
+    return Problem(
+        chain(nn.Tanh, 2, 6, 5, 1), nn.MSELoss(), [(torch.rand(count, 2), None) for _ in range(3)], settings
+    )
 
 
 def regression() -> Problem:
     """One batch, whole."""
     inputs = torch.rand(60, 3)
-    return Problem(_chain(3, 8, 8, 1), nn.MSELoss(), [(inputs, torch.sin(inputs.sum(1, keepdim=True)))])
+    return Problem(chain(nn.Tanh, 3, 8, 8, 1), nn.MSELoss(), [(inputs, torch.sin(inputs.sum(1, keepdim=True)))])
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
@@ -264,7 +257,7 @@ class _Counter(TorchDispatchMode):
 def count_operations(settings: str) -> int | None:
     """Of aten, in the fifth step of GaussNewton on 8-50-50-1 with 64 samples; None where this version cannot."""
     torch.manual_seed(0)
-    model, inputs, targets = _chain(8, 50, 50, 1), torch.randn(64, 8), torch.randn(64, 1)
+    model, inputs, targets = chain(nn.Tanh, 8, 50, 50, 1), torch.randn(64, 8), torch.randn(64, 1)
     try:
         optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **read_settings(settings.split()))
     except (TypeError, AttributeError):  # an argument, or a name, that is not there

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._files import as_bytes, one_line, sealed, unsealed, write_whole
-from woodbury.experiments.data import Dataset, load_dataset
+from woodbury.experiments.data import Dataset
 from woodbury.optim import NonFiniteLossError, StepInfo
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import FORMAT, RunConfig, RunFolderError
@@ -36,7 +36,7 @@ def train(
     folder: Path,
     progress: Callable[[int, int, float, float], None] = lambda *now: None,
     *,
-    data: Dataset | None = None,
+    data: Dataset,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -46,17 +46,22 @@ def train(
         config: the run.
         folder: where its files go.
         progress: called after every step with its number, that of all steps, the loss and the damping.
-        data: the data set, if it has been loaded already.
+        data: the data set that `config` names.
         resume: continue the run in `folder`, which must have the same configuration; on the CPU the result is
             bit-identical to that of a run without a break. A complete run stays as it is, an absent one starts.
         stop: called after every step; if true, a checkpoint is saved and `InterruptedRunError` raised.
     """
     folder.mkdir(parents=True, exist_ok=resume)
+    checkpoint = folder / _CHECKPOINT
     with Records(folder) as records:
-        if _is_done(config, folder):
+        if not RunConfig.is_in(folder):
+            config.save(folder)
+        RunConfig.load(folder).check_same(config, folder)
+        if is_complete(folder):
+            read_checked(folder, _MODEL)
+            checkpoint.unlink(missing_ok=True)  # of a run that was killed as it ended
             return
-        checkpoint = folder / _CHECKPOINT
-        run = _Run(config, load_dataset(config.dataset) if data is None else data, checkpoint, records)
+        run = _Run(config, data, checkpoint, records)
         run.restore()
         run.finish(progress, stop)
         model = as_bytes(run.model.state_dict())
@@ -65,17 +70,6 @@ def train(
         checksums = {RECORDS_FILE: records.sha256, _MODEL: hashlib.sha256(model).hexdigest()}
         mark_complete(folder, checksums)  # before the checkpoint goes
         checkpoint.unlink(missing_ok=True)
-
-
-def _is_done(config: RunConfig, folder: Path) -> bool:
-    """Whether the folder holds this run and it is complete; one that is not there begins."""
-    if not RunConfig.is_in(folder):
-        config.save(folder)
-    RunConfig.load(folder).check_same(config, folder)
-    if is_complete(folder):
-        read_checked(folder, _MODEL)
-        (folder / _CHECKPOINT).unlink(missing_ok=True)  # of a run that was killed as it ended
-    return is_complete(folder)
 
 
 class _Run:
