@@ -26,7 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury._process import ForAllThreads
 from woodbury.layers.positions import own_outputs
-from woodbury.layers.rules import rule_of
+from woodbury.layers.rules import WEIGHT_AND_BIAS, rule_of, sequence_rows
+from woodbury.layers.shared import SharedRows
 from woodbury.layers.sums import Place, whole_parameter
 
 # Inside, attention is computed by kernels that can be differentiated twice, and mapped: torch's fused ones cannot.
@@ -54,6 +55,15 @@ State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 def maps_inside(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Any:
     """Mark the layer: its rows are those of the linear maps inside it."""
     raise AssertionError(f"the rows of {type(layer).__name__} come from the linear maps inside it")
+
+
+def rows_of_map(
+    places: Collection[str], factor: Tensor | None, layer: nn.Module, inputs: Tensor, grads: Tensor
+) -> SharedRows:
+    """The rule for z = W v + b inside a layer, with these of W and b and a factor on the gradients in z."""
+    weight, bias = (name if name in places else None for name in WEIGHT_AND_BIAS)
+    grads = grads if factor is None else grads * factor.unsqueeze(1)
+    return sequence_rows(inputs, grads, torch.Size((grads.shape[-1], inputs.shape[-1])), weight, bias)
 
 
 def projects_out(module: nn.Module, trained: Collection[int]) -> bool:

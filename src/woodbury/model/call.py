@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from woodbury.layers.forms import RowForm
-from woodbury.layers.maps import maps_inside, recurrent_forward, recurrent_obstacle, watch_linear_maps
+from woodbury.layers.maps import maps_inside, recurrent_forward, recurrent_obstacle, rows_of_map, watch_linear_maps
 from woodbury.layers.positions import own_outputs
-from woodbury.layers.rules import GIVE_VIEWS, WEIGHT_AND_BIAS, as_form, sequence_rows
+from woodbury.layers.rules import GIVE_VIEWS, WEIGHT_AND_BIAS, Rule, as_form
 from woodbury.layers.sums import Place
 from woodbury.model.plan import Layer, Plan
 
@@ -30,9 +30,8 @@ class Call:
     edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
     versions: tuple[int, ...]  # of the inputs and the output at the time of the call
     places: Mapping[str, Place]  # the form's own names -> where, in a parameter of the model, the rows belong
-    is_map: bool = False  # whether it is a linear map inside the layer
+    rule: Rule  # of the layer, or of a linear map inside it
     given: Any = None  # all that the layer was called with, in any nesting
-    factor: Tensor | None = None  # on gradients in the outputs of a linear map
 
     def __post_init__(self) -> None:
         self.inputs = self.arguments[0].detach()  # of the first argument
@@ -59,30 +58,20 @@ class Call:
         if cast:  # the pass ran under autocast; rows have the type of the parameters
             grads = grads.to(dtype)
             inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
-        if self.factor is not None:
-            grads = grads * self.factor.unsqueeze(1)
-        if self.is_map:
-            shape = torch.Size((self.outputs.shape[-1], inputs[0].shape[-1]))
-            weight, bias = (name if name in self.places else None for name in WEIGHT_AND_BIAS)
-            return sequence_rows(inputs[0], grads, shape, weight, bias)
-        form = self._form_by_rule(inputs[0] if len(inputs) == 1 else tuple(inputs), grads)
+        module = self.layer.module
+        try:
+            form = as_form(self.rule(module, inputs[0] if len(inputs) == 1 else tuple(inputs), grads))
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer.name!r}: {error}") from None
+        missing = set(self.places) - set(form.parameters)
+        if missing:
+            raise ValueError(
+                f"the rule for {type(module).__name__} gives no rows for parameter "
+                f"{self.places[missing.pop()].name!r}: make it cover every parameter of the layer"
+            )
         if cast:
             form = form.only_rows()  # W v + b of a low-precision pass has fewer digits
         return form.restrict(self.places)
-
-    def _form_by_rule(self, inputs: Any, grads: Tensor) -> RowForm:
-        layer = self.layer
-        try:
-            form = as_form(layer.rule(layer.module, inputs, grads))
-        except ValueError as error:
-            raise ValueError(f"layer {layer.name!r}: {error}") from None
-        missing = set(layer.parameters) - set(form.parameters)
-        if missing:
-            raise ValueError(
-                f"the rule for {type(layer.module).__name__} gives no rows for parameter "
-                f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
-            )
-        return form
 
 
 class Notes:
@@ -111,7 +100,7 @@ class Notes:
             bound = signature(plain).bind(layer.module, *args, **kwargs)
             args = (*bound.args[1:], *bound.kwargs.values())
         tensors = tuple([tensor for tensor in args if isinstance(tensor, Tensor)])
-        self._note(layer, tensors, outputs, layer.places, given=args)
+        self._note(layer, tensors, outputs, layer.places, layer.rule, given=args)
         return outputs
 
     def _run_attention(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
@@ -138,10 +127,16 @@ class Notes:
     ) -> None:
         """Note z = W v + b inside a layer, with the places of W and b."""
         places = {own: place for own, place in zip(WEIGHT_AND_BIAS, maps, strict=True) if place is not None}
-        self._note(layer, (inputs,), outputs, places, is_map=True, factor=factor)
+        self._note(layer, (inputs,), outputs, places, partial(rows_of_map, places, factor))
 
     def _note(
-        self, layer: Layer, tensors: tuple[Tensor, ...], outputs: Tensor, places: Mapping[str, Place], **more: Any
+        self,
+        layer: Layer,
+        tensors: tuple[Tensor, ...],
+        outputs: Tensor,
+        places: Mapping[str, Place],
+        rule: Rule,
+        given: Any = None,
     ) -> None:
         """Add a call to `calls`; one that cannot be captured is left to the fallback, if there is one."""
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
@@ -153,7 +148,7 @@ class Notes:
             return
         versions = (*(tensor._version for tensor in tensors), outputs._version)
         edge = get_gradient_edge(outputs)
-        self.calls.append(Call(layer, tensors, outputs, edge, versions, places, **more))
+        self.calls.append(Call(layer, tensors, outputs, edge, versions, places, rule, given))
 
     def _leave_out(self, layer: Layer, obstacle: str) -> None:
         """An error with this reason is raised where nothing else gives the rows of the layer."""

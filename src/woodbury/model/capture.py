@@ -82,7 +82,7 @@ class GraphCapture(Pass):
         while forms is None:  # rows of bare parameters that were wrong are not tried again
             forms = self._attempt(columns, *self._without_rules(graph, unseen))
         # in other batches an axis may look like that of the samples
-        self.plan.findings.leave_out(self.obstacles)
+        self.plan.findings.uncapturable |= self.obstacles
         return forms
 
     def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, list[str]]:
@@ -223,9 +223,9 @@ class GraphCapture(Pass):
         """Whether `run_with` reaches all uses of the parameters: a function may hold one by itself."""
         findings = self.plan.findings
         if findings.can_exchange is None:
-            findings.note_exchange(False)  # until it is known, since looking runs the model as well
-            findings.note_exchange(self._exchange_agrees())
-        return bool(findings.can_exchange)
+            findings.can_exchange = False  # until it is known, since looking runs the model as well
+            findings.can_exchange = self._exchange_agrees()
+        return findings.can_exchange
 
     def _exchange_agrees(self) -> bool:
         """Whether small changes of the parameters show in the outputs of `run_with` as in those of the model."""
@@ -270,7 +270,9 @@ class GraphCapture(Pass):
             with casting(self.autocast, plan):
                 curve = tangents.second_derivative(self, vector)
             if curve is not None and not plan.findings.checked_curve:
-                plan.findings.note_curve(tangents.agrees_with_differences(curve, self, run, vector))
+                plan.findings.checked_curve = True
+                if not tangents.agrees_with_differences(curve, self, run, vector):
+                    plan.findings.lower_forward_order(1)
             if curve is not None and plan.findings.forward_order >= 2:
                 return curve
             plan.findings.lower_forward_order(1)
@@ -370,9 +372,8 @@ def capture(plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: D
         return _capture(plan, forward, inputs, samples, autocast)
     random = _random.snapshot(plan.device)
     captured = _capture(plan, forward, inputs, samples, autocast)
-    compiled = runs_compiled(captured.outputs)
-    plan.findings.note_compiled(compiled)
-    if not compiled:
+    plan.findings.compiled = runs_compiled(captured.outputs)
+    if not plan.findings.compiled:
         return captured
     _random.restore(random)
     return _capture(plan, forward, inputs, samples, autocast)

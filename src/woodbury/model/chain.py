@@ -11,8 +11,8 @@ of a pass is a chain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, NamedTuple, cast
@@ -296,7 +296,7 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
     """The chain that an `nn.Sequential`, nested or not, is; None if a layer or activation is not known here."""
     if plan.uncovered or plan.tied or type(model) is not nn.Sequential:
         return None
-    modules = list(_modules_in_order(model))
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]  # in the order of the calls
     layers = {id(layer.module): layer for layer in plan.layers if layer.rule is linear_rows}
     leaves = [module for module in modules if type(module) not in (nn.Sequential, nn.Identity)]
     before = tuple(takewhile(lambda module: isinstance(module, nn.Flatten | Scale), leaves))
@@ -323,34 +323,21 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
     return chain if chain.is_current() else None
 
 
-def _modules_in_order(model: nn.Module) -> Iterator[nn.Module]:
-    """A Sequential and all modules in it, in the order of the calls."""
-    yield model
-    if type(model) is nn.Sequential:
-        for module in model._modules.values():
-            assert module is not None
-            yield from _modules_in_order(module)
-
-
 _KNOWN: tuple[type[nn.Module], ...] = (nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KNOWN}
 
 
+@dataclass
 class Structure:
     """The layers to train, and whether they form a chain."""
 
-    def __init__(self, has_fallback: bool, by_layers: bool, max_bytes: int | None) -> None:
-        self.has_fallback = has_fallback
-        self.by_layers = by_layers
-        self.max_bytes = max_bytes
-        self.chain: Chain | None = None  # the model as a chain, if its structure is one
-        self.names: list[list[str]] = []  # of the trained parameters in each group
-        self._plan: Plan | None = None
-        self.groups: tuple[tuple[int, ...], ...] = ()  # the ids of the parameters in each group
-
-    def fresh_copy(self) -> Structure:
-        """The same settings before any model was read: for a copy of the optimizer."""
-        return Structure(self.has_fallback, self.by_layers, self.max_bytes)
+    has_fallback: bool
+    by_layers: bool
+    max_bytes: int | None
+    chain: Chain | None = field(default=None, init=False)  # the model as a chain, if its structure is one
+    names: list[list[str]] = field(default_factory=list, init=False)  # of the trained parameters in each group
+    groups: tuple[tuple[int, ...], ...] = field(default=(), init=False)  # the ids of the parameters in each group
+    _plan: Plan | None = field(default=None, init=False)
 
     def read(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Plan:
         """The plan of the model as it is now, for the parameter groups of an optimizer."""
@@ -366,7 +353,7 @@ class Structure:
             named = {name: parameter for name, parameter in named.items() if name in trained}
         plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
         if self._plan is not None:
-            plan.findings.take_over(self._plan.findings)
+            plan.findings.warned = self._plan.findings.warned  # about the model as it was
         self._plan = plan
         self.groups = ids
         self.names = [[plan.names[own] for own in group if own in plan.names] for group in ids]

@@ -100,7 +100,7 @@ def _leaves_layers(captured: GraphCapture, halves: Sequence[Tensor], generator: 
         reason = f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
         if not captured.plan.has_fallback and not captured.is_bare(call.layer):
             raise ValueError(reason)
-        captured.plan.findings.leave_out({call.layer.name: reason})
+        captured.plan.findings.uncapturable[call.layer.name] = reason
         captured.calls = [other for other in captured.calls if other.layer is not call.layer]
     return len(captured.calls) < len(edges)
 

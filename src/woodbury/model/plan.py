@@ -54,10 +54,7 @@ _MAX_CHECKED = 256  # shapes, and kinds of uses, that are remembered
 
 @dataclass
 class Findings:
-    """What passes through a model have shown about it: read anywhere, and written here.
-
-    The two counts of passes alone are set by `woodbury.quadratic.passes`, which makes them.
-    """
+    """What passes through a model have shown about it, noted where it is seen."""
 
     compiled: bool | None = None  # whether the model runs compiled code; None until a pass has shown it
     is_chain: bool | None = None  # whether a pass over a batch was one along a chain; None until one has shown it
@@ -74,16 +71,6 @@ class Findings:
     passes: int = 0  # how many, over more than one sample
     parts: int = 0  # how many steps with curvature samples that are part of the batch
     quiet_buffers: dict[int, Tensor] = field(default_factory=dict)  # large ones that no pass changes, by id
-
-    def note_compiled(self, compiled: bool) -> None:
-        self.compiled = compiled
-
-    def note_chain(self, is_chain: bool) -> None:
-        self.is_chain = is_chain
-
-    def leave_out(self, obstacles: Mapping[str, str]) -> None:
-        """Calls of these layers cannot be captured, for these reasons."""
-        self.uncapturable.update(obstacles)
 
     def note_bare(self, uses: Mapping[str, Hashable], wrong: Collection[str], shape: torch.Size) -> None:
         """Rows of the uses of bare parameters were right for columns of a shape, but for the wrong ones."""
@@ -104,22 +91,9 @@ class Findings:
                 self.checked_rows.clear()
             self.checked_rows.add((method, shape))
 
-    def note_exchange(self, can_exchange: bool) -> None:
-        self.can_exchange = can_exchange
-
-    def note_curve(self, agrees: bool) -> None:
-        """Second derivatives by forward mode were compared with differences."""
-        self.checked_curve = True
-        if not agrees:
-            self.lower_forward_order(1)
-
     def lower_forward_order(self, order: int) -> None:
         """Forward mode differentiates the model no more often than this."""
         self.forward_order = min(order, self.forward_order)
-
-    def take_over(self, earlier: Findings) -> None:
-        """What was said about the model as it was need not be said again."""
-        self.warned = earlier.warned
 
     def warn_of_passes(self, count: int, text: str) -> None:
         """Say once that a step takes many passes, and why."""

@@ -81,7 +81,7 @@ class Problems:
     def fresh_copy(self) -> Problems:
         """For a copy of the optimizer: nothing that belongs to this model or to these processes."""
         other = copy.copy(self)
-        other.structure, other.orders, other.group = self.structure.fresh_copy(), _random.Orders(), ALONE
+        other.structure, other.orders, other.group = replace(self.structure), _random.Orders(), ALONE
         other._options, other._small = None, ()
         return other
 

@@ -52,7 +52,7 @@ def _evaluate(problem: Problem) -> list[Piece]:
         return [passes.evaluate(*whole)]
     if alone and findings.is_chain is not False:
         piece = passes.evaluate(*whole)
-        findings.note_chain(piece.capture.chain is not None)
+        findings.is_chain = piece.capture.chain is not None
         if findings.is_chain:
             return [piece]
         if problem.random is not None:
