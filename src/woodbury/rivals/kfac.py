@@ -117,9 +117,7 @@ class _Kronecker(Damped):
     def _solve(self, forms: Mapping[str, RowForm], inverses: Mapping[str, Inverses]) -> tuple[Vector, Scalar]:
         """p and m(0) - m(p)."""
         quadratic, layers = self.quadratic, self.quadratic.plan.layer_named
-        gradient = quadratic.all_of_gradient()
-        if quadratic.decay is not None:
-            gradient = gradient + quadratic.decay.force
+        gradient = quadratic.slope()
         parts: Parts = {}
         predicted: Scalar = 0.0
         for name, form in forms.items():
