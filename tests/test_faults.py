@@ -244,16 +244,15 @@ def test_the_condition_is_looked_at_again_where_the_damping_falls():
 @contract.that_take("solver")
 @pytest.mark.parametrize("solver", ["cg", "products"])
 def test_conjugate_gradients_that_stop_short_warn_and_the_step_is_rejected(kind, solver, monkeypatch):
-    from woodbury.quadratic import by_products, sample_space
+    from woodbury.quadratic import by_iteration
 
     problem = problems.make("softmax")
 
     def two_iterations(product, rhs, tolerance, max_iterations):
         return plain(product, rhs, tolerance, 2)
 
-    plain = sample_space.solve_conjugate_gradient
-    for module in (sample_space, by_products):
-        monkeypatch.setattr(module, "solve_conjugate_gradient", two_iterations)
+    plain = by_iteration.solve_conjugate_gradient
+    monkeypatch.setattr(by_iteration, "solve_conjugate_gradient", two_iterations)
     optimizer = build(kind, problem, solver=solver, damping=1e-6)
     with unchanged(problem.model), pytest.warns(RuntimeWarning, match="conjugate gradients did not reach"):
         info = optimizer.step(problem.inputs, problem.targets)

@@ -53,7 +53,7 @@ FLOORS = {
         ["objective", "quadratic"],
         ["linearize", "memory", "metric"],
         ["sample_space"],
-        ["parameter_space", "by_products"],
+        ["parameter_space", "by_iteration"],
         ["solvers"],
     ],
     "policies": [

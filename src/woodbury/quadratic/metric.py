@@ -167,11 +167,10 @@ class AdamMetric(Metric):
         return torch.lerp(before, now, max(1 - FORGETTING, 1 / (steps + 1)))  # a plain mean at first
 
     def units(self, moments: Vector, plan: Plan) -> Units:
-        # all at once: they are many, and small
+        # all at once: they are many, and small. The mean of the rows of a matrix is that of its columns
         device = plan.device
         lengths = _lengths(moments.space, device)
         means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True)
-        means = means.index_select(0, _places(moments.space, plan.space, device))
         shares = _shares(moments.space, plan.space, plan.dtype, device)
         tiny = torch.finfo(plan.dtype).tiny
         divisors = torch.where(shares > 0, torch.dot(means, shares), means).clamp_min(tiny)
@@ -193,16 +192,6 @@ class AdamMetric(Metric):
 def _lengths(moments: Space, device: torch.device) -> Tensor:
     """Of each part of the moments."""
     return torch.tensor(moments.sizes, device="cpu").to(device)
-
-
-@constant_tensor
-def _places(moments: Space, parameters: Space, device: torch.device) -> Tensor:
-    """For each part of the moments the place of the rows, or vector, of its parameter: columns follow rows."""
-    names = enumerate(moments.shapes)
-    return torch.tensor(
-        [place - (name.endswith(".columns") and name not in parameters.shapes) for place, name in names],
-        device="cpu",
-    ).to(device)
 
 
 @constant_tensor

@@ -12,7 +12,6 @@ from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar
 from woodbury.linalg import factor_cholesky, plus_diagonal, reciprocal_condition, solve_factored, sum_of_squares
 from woodbury.model.plan import Plan
-from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.quadratic import Blocks, Damped, Minimizer, Quadratic, Solver
 from woodbury.quadratic.sample_space import InSampleSpace, doubt_of_condition, minimizer_of
 
@@ -37,8 +36,7 @@ class InParameterSpace(Damped):
                 curvature = curvature + scalar(torch.dot(x, matrix.mv(x)))
         else:
             curvature = sum_of_squares(image[: quadratic.curvature_rows]) / quadratic.divisor
-        displacement = Displacement.of(quadratic.plan, p)
-        return minimizer_of(quadratic, displacement, self.damping, curvature, self._ok, image)
+        return minimizer_of(self, p, curvature, self._ok, image)
 
     def doubt(self, found: Minimizer, look: bool) -> str | None:
         if not look:

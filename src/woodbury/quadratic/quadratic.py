@@ -275,11 +275,14 @@ class Quadratic(Problem):
             self._complete = complete if isinstance(rows, Rows) else self.group.sum_vector(complete)
         return self._complete
 
+    def slope(self) -> Vector:
+        """g + W theta."""
+        gradient = self.all_of_gradient()
+        return gradient if self.decay is None else gradient + self.decay.force
+
     def force(self, damping: Scalar) -> Vector:
         """lambda q - W theta - g, which (B + lambda + W) p is equal to."""
-        force = -self.all_of_gradient()
-        if self.decay is not None:
-            force = force - self.decay.force
+        force = -self.slope()
         return force if self.center is None else force + self.center * damping
 
     def base(self, damping: Scalar) -> Vector | None:

@@ -28,46 +28,42 @@ from woodbury.linalg import (
     quadratic_form,
     quadratic_form_error,
     reciprocal_condition,
-    solve_conjugate_gradient,
     solve_factored,
     solve_in_sample_space,
     sum_of_squares,
 )
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
+from woodbury.quadratic.quadratic import Damped, Minimizer
 
 
-class _InSampleSpace(Damped):
-    """What the two ways to solve the small system share."""
-
-    def solved(
-        self, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution], form: bool
-    ) -> tuple[Displacement, SampleSpaceStep]:
-        """p0 + D Z^T c with D = lambda / (lambda + W), formed unless both p0 and W are zero; and c."""
-        quadratic, rows, projected = self.quadratic, self.quadratic.all_rows, None
-        if self.base is not None:
-            projected = quadratic.blocks.join(rows.layer_matvec(self.base))
-            if projected.shape[-1] > quadratic.curvature_rows:
-                projected = projected[..., : quadratic.curvature_rows]
-        step = solve_in_sample_space(
-            gram,
-            quadratic.curvature_rows,
-            divisor=quadratic.divisor,
-            term_count=quadratic.term_count,
-            e=quadratic.e,
-            projected_base=projected,
-            damping=self.damping,
-            solve=rows.shared_out(solve),
-        )
-        if self.base is None and not rows.joint:
-            return Displacement(quadratic.plan, rows, step.coefficients, form), step
-        product = rows.rmatvec(step.coefficients)
-        if quadratic.decay is not None:
-            product = quadratic.decay.scaled(product, self.damping)
-        return Displacement.of(quadratic.plan, product if self.base is None else self.base + product), step
+def solve_through_rows(
+    damped: Damped, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution], form: bool
+) -> tuple[Displacement, SampleSpaceStep]:
+    """p0 + D Z^T c with D = lambda / (lambda + W), formed unless both p0 and W are zero; and c."""
+    quadratic, base, rows, projected = damped.quadratic, damped.base, damped.quadratic.all_rows, None
+    if base is not None:
+        projected = quadratic.blocks.join(rows.layer_matvec(base))
+        if projected.shape[-1] > quadratic.curvature_rows:
+            projected = projected[..., : quadratic.curvature_rows]
+    step = solve_in_sample_space(
+        gram,
+        quadratic.curvature_rows,
+        divisor=quadratic.divisor,
+        term_count=quadratic.term_count,
+        e=quadratic.e,
+        projected_base=projected,
+        damping=damped.damping,
+        solve=rows.shared_out(solve),
+    )
+    if base is None and not rows.joint:
+        return Displacement(quadratic.plan, rows, step.coefficients, form), step
+    product = rows.rmatvec(step.coefficients)
+    if quadratic.decay is not None:
+        product = quadratic.decay.scaled(product, damped.damping)
+    return Displacement.of(quadratic.plan, product if base is None else base + product), step
 
 
-class InSampleSpace(_InSampleSpace):
+class InSampleSpace(Damped):
     """By a Cholesky factorisation of K + lambda I: exact."""
 
     _lower: Tensor | None = None  # L, (m, m), or (b, m, m) for b blocks
@@ -75,16 +71,18 @@ class InSampleSpace(_InSampleSpace):
 
     def minimizer(self) -> Minimizer:
         """m(0) - m(p) = lambda |p|^2 + |U p|^2 / 2 for p0 = 0."""
-        if self.refine and self.base is None and self.quadratic.is_plain:
-            return self._refined_minimizer()
         quadratic, rows = self.quadratic, self.quadratic.all_rows
+        if self.refine and self.base is None and quadratic.is_plain:  # all of -g is in the factor rows
+            p = self.pull_back(quadratic.pull)
+            image = quadratic.image(p)
+            return minimizer_of(self, p, sum_of_squares(image) / quadratic.divisor, self._ok, image)
         # p itself where all that is cheaper with it: then K is needed on the factor rows alone
         plain_chain = self.base is None and quadratic.pieces[0].capture.chain is not None
         form = rows.joint or (plain_chain and rows.forming_pays(quadratic.curvature_rows))
         gram = quadratic.gram(self.damping, form)
-        displacement, step = self.solved(gram, self._factor_and_solve, form)
+        displacement, step = solve_through_rows(self, gram, self._factor_and_solve, form)
         if self.base is not None:
-            return minimizer_of(quadratic, displacement, self.damping, step.curvature, step.ok)
+            return minimizer_of(self, displacement.dense(), step.curvature, step.ok)
         squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
         digits = 1e-6 if gram.dtype == torch.float64 else 0.05  # a bound, and in float32 forming p takes its time
         if not form and is_known(squared) and squared * digits < quadratic_form_error(gram, step.coefficients):
@@ -101,22 +99,23 @@ class InSampleSpace(_InSampleSpace):
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
         # s U^T (U s U^T + lambda I)^{-1} w with s = lambda / (lambda + W)
-        quadratic = self.quadratic
+        quadratic, rows = self.quadratic, self.quadratic.all_rows
         if self._lower is None:
             (shift,) = compute(self.damping * quadratic.divisor)
-            self._factor(plus_diagonal(quadratic.factor_gram(self.damping), shift))
+            self._lower, self._ok = factor_cholesky(plus_diagonal(quadratic.factor_gram(self.damping), shift))
         c = self._solve(weights)
         if refine and quadratic.is_plain:  # all of p is Z^T c
-            c = self._refined(c, weights)
+            # One step of iterative refinement with the residual from Z (Z^T c), not from the rounded Gram matrix:
+            # this wins back the digits that K loses at small damping (semi-normal equations, Björck 1987).
+            shift = float(self.damping * quadratic.divisor)
+            product = torch.add(rows.matvec(rows.rmatvec(c)), c, alpha=shift)
+            c = c + self._solve(weights - product)
         p = quadratic.combine_factor_rows(c)
         return p if quadratic.decay is None else quadratic.decay.scaled(p, self.damping)
 
-    def _factor(self, matrix: Tensor) -> Tensor:
-        self._lower, self._ok = factor_cholesky(matrix)
-        return self._lower
-
     def _factor_and_solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
-        return Solution(solve_factored(self._factor(matrix), rhs), self._ok)
+        self._lower, self._ok = factor_cholesky(matrix)
+        return Solution(solve_factored(self._lower, rhs), self._ok)
 
     def _solve(self, weights: Tensor) -> Tensor:
         """c with (Z Z^T + D lambda I) c = weights (m,), in the type of the weights; (b, m) for b blocks."""
@@ -125,74 +124,22 @@ class InSampleSpace(_InSampleSpace):
         rhs = rhs.expand(self._lower.shape[:-1]) if self._lower.dim() == 3 else rhs
         return solve_factored(self._lower, rhs).to(weights.dtype)
 
-    def _refined(self, c: Tensor, weights: Tensor) -> Tensor:
-        """c after one step of iterative refinement.
-
-        With the residual from Z (Z^T c) rather than from the rounded Gram matrix: this wins back the digits that K
-        loses at small damping (corrected semi-normal equations, Björck 1987).
-        """
-        quadratic, rows = self.quadratic, self.quadratic.all_rows
-        shift = float(self.damping * quadratic.divisor)
-        product = torch.add(rows.matvec(rows.rmatvec(c)), c, alpha=shift)
-        return c + self._solve(weights - product)
-
-    def _refined_minimizer(self) -> Minimizer:
-        """p where all of -g is in the factor rows."""
-        quadratic = self.quadratic
-        p = self.pull_back(quadratic.pull)
-        image = quadratic.image(p)
-        curvature = sum_of_squares(image) / quadratic.divisor
-        displacement = Displacement.of(quadratic.plan, p)
-        return minimizer_of(quadratic, displacement, self.damping, curvature, self._ok, image)
-
-
-class ByIteration(_InSampleSpace):
-    """By conjugate gradients with the explicit matrix."""
-
-    def minimizer(self) -> Minimizer:
-        quadratic, rows = self.quadratic, self.quadratic.all_rows
-        gram = quadratic.gram(self.damping, rows.joint)
-        displacement, step = self.solved(gram, self._solve, rows.joint)
-        p = displacement.dense()
-        images = quadratic.blocks.join(rows.layer_matvec(p))
-        return Minimizer(displacement, quadratic.predicted(p, images), scalar(p.dot(p)), step.ok)
-
-    def doubt(self, found: Minimizer, look: bool) -> str | None:
-        dtype = self.quadratic.gram_dtype or self.quadratic.plan.dtype
-        return doubt_of_iteration(self, found, tolerance_in(dtype, self.quadratic.solver.tolerance))
-
-    def _solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
-        def product(x: Tensor) -> Tensor:
-            return torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1)  # block by block
-
-        tolerance = tolerance_in(rhs.dtype, self.quadratic.solver.tolerance)
-        return solve_conjugate_gradient(product, rhs, tolerance, 10 * rhs.shape[-1])
-
-
-def tolerance_in(dtype: torch.dtype, tolerance: float | None) -> float:
-    """The relative residual at which conjugate gradients stop, eps^(3/4) unless it is given."""
-    return torch.finfo(dtype).eps ** 0.75 if tolerance is None else tolerance
-
 
 def minimizer_of(
-    quadratic: Quadratic,
-    displacement: Displacement,
-    damping: Scalar,
-    curvature: Scalar,
-    usable: Truth,
-    image: Tensor | None = None,
+    damped: Damped, p: Vector, curvature: Scalar, usable: Truth, image: Tensor | None = None
 ) -> Minimizer:
-    """A p that is formed and solves its system, with curvature = p^T B p; image: Z p.
+    """A p that solves its system, with curvature = p^T B p; image: Z p.
 
     m(0) - m(p) = lambda p . (p - q) + p^T (B + W) p / 2
     """
-    p = displacement.dense()
+    quadratic = damped.quadratic
     squared = pull = scalar(p.dot(p))
     if quadratic.center is not None:
         pull = pull - scalar(p.dot(quadratic.center))
     if quadratic.decay is not None:
         curvature = curvature + quadratic.decay.curvature(p)
-    return Minimizer(displacement, damping * pull + 0.5 * curvature, squared, usable, image=image)
+    predicted = damped.damping * pull + 0.5 * curvature
+    return Minimizer(Displacement.of(quadratic.plan, p), predicted, squared, usable, image=image)
 
 
 def doubt_of_condition(reciprocal_condition: float, dtype: torch.dtype) -> str | None:
@@ -227,22 +174,3 @@ def doubt_of_cancellation(damped: Damped, found: Minimizer, tolerance: float = 0
         f"are equal in nearly all digits of {dtype}: it may be off by more than 1 %. A model in float64 or a "
         "larger damping avoids this"
     )
-
-
-def doubt_of_iteration(damped: Damped, found: Minimizer, tolerance: float) -> str | None:
-    """Why p by conjugate gradients cannot be trusted, if so."""
-    if found.usable is not False:
-        return doubt_of_cancellation(damped, found, tolerance)
-    return (
-        f"conjugate gradients did not reach a relative residual of {tolerance:.2g}: the step is rejected. A "
-        "larger solver_tolerance, a larger damping or solver='cholesky' avoids this"
-    )
-
-
-class ConjugateGradient(Solver):
-    """Conjugate gradients with the explicit matrix."""
-
-    name = "cg"
-
-    def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
-        return ByIteration(quadratic, damping)

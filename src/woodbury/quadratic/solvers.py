@@ -5,9 +5,8 @@ To add one: a final in this folder, and a name here.
 
 from __future__ import annotations
 
-from woodbury.quadratic.by_products import Products
+from woodbury.quadratic.by_iteration import ConjugateGradient, Products
 from woodbury.quadratic.parameter_space import Cholesky
 from woodbury.quadratic.quadratic import Solver
-from woodbury.quadratic.sample_space import ConjugateGradient
 
 SOLVERS: dict[str, type[Solver]] = {kind.name: kind for kind in (Cholesky, ConjugateGradient, Products)}

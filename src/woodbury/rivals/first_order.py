@@ -54,8 +54,7 @@ class FirstOrder(torch.optim.Optimizer):
         loss = check_loss(scalar(value.detach()))
         value.backward()
         super().step()
-        absent = math.nan
-        self.last = StepInfo.later(Numbers(loss, absent, absent, absent, absent, True))
+        self.last = StepInfo.later(Numbers(loss, *[math.nan] * 4, accepted=True))
         return self.last
 
 

@@ -47,9 +47,7 @@ class _EarlyStopped(Damped):
         quadratic, damping = self.quadratic, float(self.damping)
         solver, rows = quadratic.solver, quadratic.rows
         assert isinstance(solver, EarlyStopped) and isinstance(rows, FactorProducts)
-        linear = quadratic.all_of_gradient()
-        if quadratic.decay is not None:
-            linear = linear + quadratic.decay.force
+        linear = quadratic.slope()
         # the optimizer keeps the last p, times its momentum: a place to start from
         start = torch.zeros_like(linear.flat) if quadratic.center is None else quadratic.center.flat
 

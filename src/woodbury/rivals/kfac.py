@@ -11,9 +11,8 @@ which is exact for one sample, and where h is the same for all samples (a linear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from woodbury.curvature import CURVATURES
 from woodbury.device.constants import identity
 from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
 from woodbury.layers.forms import RowForm
-from woodbury.linalg import full_precision
+from woodbury.linalg import full_precision, plus_diagonal
 from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.settings import Common, refuse_fixed
 from woodbury.quadratic.displacement import Displacement
@@ -117,9 +116,7 @@ class _Kronecker(Damped):
     def _solve(self, forms: Mapping[str, RowForm], inverses: Mapping[str, Inverses]) -> tuple[Vector, Scalar]:
         """p and m(0) - m(p)."""
         quadratic, layers = self.quadratic, self.quadratic.plan.layer_named
-        gradient = quadratic.all_of_gradient()
-        if quadratic.decay is not None:
-            gradient = gradient + quadratic.decay.force
+        gradient = quadratic.slope()
         parts: Parts = {}
         predicted: Scalar = 0.0
         for name, form in forms.items():
@@ -209,14 +206,11 @@ def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor
     ok = torch.ones((), dtype=torch.bool, device=pi.device)
     for (side, matrix), factor in zip(factors.items(), (pi, 1 / pi), strict=True):
         shift = factor * root(damping)
-        damped = matrix.clone()
-        damped.diagonal().add_(shift)
-        lower, info = torch.linalg.cholesky_ex(damped)
+        lower, info = torch.linalg.cholesky_ex(plus_diagonal(matrix, shift))
         done = info == 0
         # cholesky_inverse raises on a factor that was left unfinished
-        unit = partial(identity, len(lower), lower.dtype, lower.device)
-        inverse = torch.cholesky_inverse(_where(done, lower, unit))
-        result[side] = _where(done, inverse, partial(torch.zeros_like, inverse))
+        inverse = torch.cholesky_inverse(_where(done, lower, identity(len(lower), lower.dtype, lower.device)))
+        result[side] = _where(done, inverse, 0.0)
         result[f"{side}_shift"] = shift
         ok = ok & done
     return result, ok
@@ -238,11 +232,11 @@ def kronecker_step(gradient: Tensor, inverses: Mapping[str, Tensor]) -> tuple[Te
 def _mixed(old: Tensor | None, new: Tensor, weight: float, good: Tensor) -> Tensor:
     """weight old + (1 - weight) new; old alone (zero where there is none) if the batch was not good."""
     if old is None:
-        return _where(good, new, partial(torch.zeros_like, new))
+        return _where(good, new, 0.0)
     old = old.to(new)
-    return _where(good, torch.lerp(new, old, weight), lambda: old)
+    return _where(good, torch.lerp(new, old, weight), old)
 
 
-def _where(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
+def _where(condition: Tensor, value: Tensor, otherwise: Tensor | float) -> Tensor:
     """value where the condition holds; on the CPU no pass over it is made to see that."""
-    return value if truth(condition) is True else torch.where(condition, value, otherwise())
+    return value if truth(condition) is True else torch.where(condition, value, otherwise)
