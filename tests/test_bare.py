@@ -18,50 +18,42 @@ from woodbury.layers import ExplicitRows
 N, LENGTH, WIDTH = 5, 3, 4
 
 
-class Vision(nn.Module):
-    """A small ViT: class token, position table, an encoder layer with layer scale, read at the token."""
-
-    def __init__(self, token="expand"):
-        super().__init__()
-        self.patch, self.kind = nn.Linear(WIDTH, WIDTH), token
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.places = nn.Parameter(torch.randn(1, LENGTH + 1, WIDTH))
-        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True)
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        n = len(x)
-        token = self.token.expand(n, -1, -1) if self.kind == "expand" else self.token.repeat(n, 1, 1)
-        x = torch.cat([token, self.patch(x)], dim=1) + self.places
-        return self.head((x + self.scale * self.block(x))[:, 0])
-
-
-class Language(nn.Module):
-    """A small GPT over LENGTH of up to 6 words, causal, with a table of places or an embedding of them."""
-
-    def __init__(self, places="table"):
-        super().__init__()
-        self.words, self.kind = nn.Embedding(CLASSES, WIDTH), places
-        self.places = nn.Parameter(torch.randn(6, WIDTH)) if places == "table" else nn.Embedding(6, WIDTH)
-        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True, norm_first=True)
-        self.norm_weight = nn.Parameter(torch.rand(WIDTH))
-        self.norm_bias = nn.Parameter(torch.randn(WIDTH))
-        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, x):
-        t = x.shape[1]
-        order = torch.arange(t).unsqueeze(0) if self.kind == "embedding of one row" else torch.arange(t)
-        places = self.places[:t] if self.kind == "table" else self.places(order)
-        mask = nn.Transformer.generate_square_subsequent_mask(t, dtype=self.norm_bias.dtype)
-        x = self.block(self.words(x) + places, src_mask=mask, is_causal=True)
-        x = F.layer_norm(x, (WIDTH,), self.norm_weight, self.norm_bias)
-        return self.head(x).transpose(1, 2)
-
-
 def headed(run, outputs=CLASSES, **parts):
     return Parts(run, **parts, head=nn.Linear(WIDTH, outputs))
+
+
+def vision(repeats=False):
+    """A small ViT: class token, position table, an encoder layer with layer scale, read at the token."""
+
+    def run(m, x):
+        token = m.token.repeat(len(x), 1, 1) if repeats else m.token.expand(len(x), -1, -1)
+        x = torch.cat([token, m.patch(x)], dim=1) + m.places
+        return m.head((x + m.scale * m.block(x))[:, 0])
+
+    block = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True)
+    parts = drawn(token=(1, 1, WIDTH), places=(1, LENGTH + 1, WIDTH), scale=WIDTH)
+    return headed(run, patch=nn.Linear(WIDTH, WIDTH), block=block, **parts)
+
+
+def language(places="table"):
+    """A small GPT over LENGTH of up to 6 words, causal, with a table of places or an embedding of them."""
+
+    def run(m, x):
+        t = x.shape[1]
+        order = torch.arange(t).unsqueeze(0) if places == "embedding of one row" else torch.arange(t)
+        shift = m.places[:t] if places == "table" else m.places(order)
+        mask = nn.Transformer.generate_square_subsequent_mask(t, dtype=m.norm_bias.dtype)
+        x = m.block(m.words(x) + shift, src_mask=mask, is_causal=True)
+        x = F.layer_norm(x, (WIDTH,), m.norm_weight, m.norm_bias)
+        return m.head(x).transpose(1, 2)
+
+    parts = drawn(norm_weight=WIDTH, norm_bias=WIDTH)
+    parts["places"] = nn.Parameter(torch.randn(6, WIDTH)) if places == "table" else nn.Embedding(6, WIDTH)
+    block = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True, norm_first=True)
+    head = nn.Linear(WIDTH, CLASSES, bias=False)
+    words = nn.Embedding(CLASSES, WIDTH)
+    head.weight = words.weight
+    return Parts(run, words=words, block=block, head=head, **parts)
 
 
 def affine(outputs=CLASSES):
@@ -131,8 +123,8 @@ def shared():
 
 
 SEQUENCES = {
-    "vision": Vision,
-    "vision, repeated token": lambda: Vision("repeat"),
+    "vision": vision,
+    "vision, repeated token": lambda: vision(repeats=True),
     "affine": affine,
     "computed": computed,
     "masked": masked,
@@ -141,7 +133,8 @@ SEQUENCES = {
     "positions first": positions_first,
     "shared": shared,
 }
-LANGUAGE = {name: partial(Language, name) for name in ("table", "embedding", "embedding of one row")}
+LANGUAGE = {name: partial(language, name) for name in ("table", "embedding", "embedding of one row")}
+MODELS = SEQUENCES | LANGUAGE
 
 
 def batch(name, n, length=LENGTH):
@@ -150,22 +143,20 @@ def batch(name, n, length=LENGTH):
     return torch.randn(n, length, WIDTH, dtype=torch.float64), torch.randint(CLASSES, (n,))
 
 
-@pytest.mark.parametrize("name", [*SEQUENCES, *LANGUAGE])
+@pytest.mark.parametrize("name", MODELS)
 def test_rows_and_steps_of_bare_parameters_are_the_dense_ones(name):
     """With as many samples as positions, where an axis of positions looks like that of samples."""
-    torch.manual_seed(0)
-    model = shaken({**SEQUENCES, **LANGUAGE}[name]().double())
+    model = shaken(MODELS[name]().double())
     inputs, targets = batch(name, LENGTH)
     check_rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [2, 0])
 
 
-@pytest.mark.parametrize("index, name", enumerate([*SEQUENCES, *LANGUAGE]))
+@pytest.mark.parametrize("index, name", enumerate(MODELS))
 def test_steps_of_bare_parameters_need_no_fallback_at_any_batch_size(index, name):
     """Of both methods in turn."""
-    torch.manual_seed(0)
     kind = list(METHODS)[index % 2]
-    model = shaken({**SEQUENCES, **LANGUAGE}[name]().double())
+    model = shaken(MODELS[name]().double())
     optimizer = METHODS[kind](model, LOSS, damping=1.0, blocks="layer" if kind == "empirical" else "full")
     for n in (N, LENGTH, 1):  # t = n comes late
         inputs, targets = batch(name, n)
@@ -175,9 +166,8 @@ def test_steps_of_bare_parameters_need_no_fallback_at_any_batch_size(index, name
 
 
 def test_dropout_leaves_bare_parameters_their_rule():
-    torch.manual_seed(0)
     for kind, method in METHODS.items():
-        model = Vision().double()
+        model = vision().double()
         model.block.dropout.p = model.block.dropout1.p = 0.5
         model.block.self_attn.dropout = 0.3
         optimizer = method(model, LOSS, damping=0.1, fallback="autograd")
@@ -187,12 +177,11 @@ def test_dropout_leaves_bare_parameters_their_rule():
         assert optimizer._plan().findings.fallback_method is None
 
 
-@pytest.mark.parametrize("index, name", enumerate([*SEQUENCES, *LANGUAGE]))
+@pytest.mark.parametrize("index, name", enumerate(MODELS))
 def test_bare_parameters_under_autocast(index, name):
     """Rows have the type of the parameters, and what bfloat16 leaves of their digits; both methods in turn."""
-    torch.manual_seed(0)
     kind = list(METHODS)[1 - index % 2]
-    model = {**SEQUENCES, **LANGUAGE}[name]()
+    model = MODELS[name]()
     inputs, targets = batch(name, N)
     inputs = inputs.float() if inputs.is_floating_point() else inputs
     plain = flatten(METHODS[kind](model, LOSS, damping=1.0).direction(inputs, targets, subset=[3, 1]))
@@ -202,41 +191,32 @@ def test_bare_parameters_under_autocast(index, name):
     assert reference.relative_error(p, plain) <= 16 * torch.finfo(torch.bfloat16).eps
 
 
-class Indexed(nn.Module):
-    """A row of a table for each sample, chosen by the sample, and a table whose row i goes to sample i."""
+def indexed(by_place=False):
+    """A row of a table for each sample, chosen by the sample, or a table whose row i goes to sample i."""
 
-    def __init__(self, by_place=False):
-        super().__init__()
-        self.table, self.head = nn.Parameter(torch.randn(N, WIDTH)), nn.Linear(WIDTH, CLASSES)
-        self.by_place = by_place
-
-    def forward(self, x):
+    def run(m, x):
         x = x.mean(1)
-        return self.head(torch.tanh(x + self.table[: len(x)] if self.by_place else x + self.table[x[:, 0].long()]))
+        return m.head(torch.tanh(x + (m.table[: len(x)] if by_place else m.table[x[:, 0].long()])))
+
+    return headed(run, **drawn(table=(N, WIDTH)))
 
 
-class Product(Parts):
+def product():
     """A bare matrix: no sum and no product entry by entry."""
-
-    def __init__(self):
-        super().__init__(lambda m, x: x.mean(1) @ m.weight, weight=nn.Parameter(torch.randn(WIDTH, CLASSES)))
+    return Parts(lambda m, x: x.mean(1) @ m.weight, **drawn(weight=(WIDTH, CLASSES)))
 
 
-class Both(Parts):
+def both():
     """A bare parameter and a matrix of one module: only the second needs the fallback."""
-
-    def __init__(self):
-        gain, weight = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(WIDTH, CLASSES))
-        super().__init__(lambda m, x: torch.tanh(m.gain * x.mean(1)) @ m.weight, gain=gain, weight=weight)
+    parts = drawn(gain=WIDTH, weight=(WIDTH, CLASSES))
+    return Parts(lambda m, x: torch.tanh(m.gain * x.mean(1)) @ m.weight, **parts)
 
 
-@pytest.mark.parametrize("make", [Indexed, Product, Both])
-def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("make, name", [(indexed, "table"), (product, "weight"), (both, "weight")])
+def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make, name):
     model = make().double()
     inputs, targets = batch("affine", N)
-    name = "table" if make is Indexed else "weight"
-    message = rf"no layer rule covers parameter '{name}' of {make.__name__}.*fallback="
+    message = rf"no layer rule covers parameter '{name}' of Parts.*fallback="
     with pytest.raises(ValueError, match=message):
         woodbury.rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
@@ -244,11 +224,10 @@ def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make):
 
 def test_a_table_with_a_row_per_sample_is_no_bare_parameter():
     """Its outputs depend on the place in the batch: the check of the samples sees it, whatever gives the rows."""
-    torch.manual_seed(0)
     inputs, targets = batch("affine", N)
     for fallback in (None, "autograd"):
         with pytest.raises(ValueError, match=r"samples change when run apart|covers parameter 'table'"):
-            woodbury.rows(Indexed(True).double(), LOSS, inputs, targets, fallback=fallback)
+            woodbury.rows(indexed(True).double(), LOSS, inputs, targets, fallback=fallback)
 
 
 def disguised():
@@ -263,7 +242,6 @@ def disguised():
 
 @pytest.mark.parametrize("n", [N, LENGTH])
 def test_an_axis_that_only_looks_like_that_of_samples_gives_no_wrong_rows(n):
-    torch.manual_seed(0)
     model = disguised().double()
     inputs, targets = batch("affine", n)
     if n == LENGTH:
@@ -275,8 +253,7 @@ def test_an_axis_that_only_looks_like_that_of_samples_gives_no_wrong_rows(n):
 
 
 def test_a_model_with_bare_parameters_and_others_keeps_both_ways():
-    torch.manual_seed(0)
-    model = nn.Sequential(affine(WIDTH), Product()).double()
+    model = nn.Sequential(affine(WIDTH), product()).double()
     model[1].run = lambda m, x: x @ m.weight
     inputs, targets = batch("affine", N)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")

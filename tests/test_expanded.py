@@ -72,7 +72,6 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_by_expanded_weights_are_those_of_a_loop_over_samples(name):
-    torch.manual_seed(0)
     make, shape, forward = CASES[name]
     model = make().double()
     x = torch.randint(7, (N, T)) if shape is None else torch.randn(*shape, dtype=torch.float64)

@@ -119,7 +119,6 @@ def test_run_folder_holds_config_records_and_the_trained_model(run_folder):
 
 @pytest.mark.parametrize("outputs", [1, 4])
 def test_evaluation_in_parts_equals_evaluation_at_once(outputs, monkeypatch):
-    torch.manual_seed(0)
     model, inputs = mlp((5, outputs), seed=0), torch.randn(23, 5)
     logits = model(inputs).detach()
     if outputs == 1:

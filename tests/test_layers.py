@@ -384,42 +384,9 @@ def test_the_route_follows_the_shapes():
     assert few.pairs_are_cheaper(few) and not many.pairs_are_cheaper(many)
 
 
-def through(pool):
-    """An embedding of positions that enters otherwise than by a sum or a product with what the samples give."""
-
-    def run(m, x):
-        return m.head(pool(torch.maximum(x.unsqueeze(-1), m.place(torch.arange(x.shape[1])))))
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # it is made when tests are collected; with other numbers `place` might win nowhere
-        return Parts(run, place=nn.Embedding(N, 2), head=nn.Linear(2, CLASSES))
-
-
 class Standardised(nn.Conv1d):
     def _conv_forward(self, x, weight, bias):
         return super()._conv_forward(x, weight - weight.mean(), bias)
-
-
-def over_samples(layer, name):
-    """A layer that takes the samples for features or channels."""
-    return Parts(lambda m, x: m.head(getattr(m, name)(x)), **{name: layer}, head=nn.Linear(4, CLASSES))
-
-
-@pytest.mark.parametrize(
-    "model, inputs, message",
-    [
-        (through(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
-        (through(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
-        (through(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
-        (over_samples(nn.LayerNorm([N, 4]), "norm"), "vectors", "layer 'norm' gives for one sample depends on"),
-        (over_samples(nn.Conv1d(N, N, 1), "a"), "vectors", "layer 'a' gives for one sample depends on the inputs"),
-        (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten()), "images", r"BatchNorm2d '0' is in training mode.*eval"),
-    ],
-)
-def test_layers_whose_rows_would_be_wrong_are_refused_by_name(model, inputs, message):
-    made = {"vectors": torch.randn(N, 4), "square": torch.randn(N, N), "images": torch.randn(N, 2, 3, 3)}[inputs]
-    with pytest.raises(ValueError, match=message):
-        woodbury.rows(model, nn.MSELoss(), made, None)
 
 
 def again(by_module):
@@ -500,23 +467,17 @@ def test_gram_accumulates_in_the_type_asked_for(name):
 # Options of embeddings under which there is no step.
 
 
-class Lookup(nn.Module):
+def lookup(kind, frozen=False, by_function=None, **options):
     """An embedding, looked up by its module or by a function, and a head."""
+    function = F.embedding_bag if kind is nn.EmbeddingBag else F.embedding
 
-    def __init__(self, kind, frozen=False, by_function=None, **options):
-        super().__init__()
-        self.words, self.head = kind(6, 3, **options), nn.Linear(3, CLASSES)
-        self.words.weight.requires_grad_(not frozen)
-        self.by_function = by_function
+    def run(m, x):
+        h = m.words(x) if by_function is None else function(x, m.words.weight, **by_function)
+        return m.head(torch.tanh(h.mean(1) if h.dim() == 3 else h))
 
-    def forward(self, x):
-        if self.by_function is None:
-            h = self.words(x)
-        elif isinstance(self.words, nn.EmbeddingBag):
-            h = F.embedding_bag(x, self.words.weight, **self.by_function)
-        else:
-            h = F.embedding(x, self.words.weight, **self.by_function)
-        return self.head(torch.tanh(h.mean(1) if h.dim() == 3 else h))
+    words, head = kind(6, 3, **options), nn.Linear(3, CLASSES)
+    words.weight.requires_grad_(not frozen)
+    return Parts(run, words=words, head=head, by_function=by_function)
 
 
 LOOKUP_METHODS = {
@@ -547,18 +508,18 @@ def test_options_of_embeddings_that_leave_no_step_are_refused_everywhere(method,
     chosen, renormalised = {option: REFUSED_OPTIONS[option]}, option == "max_norm"
     of_function = "'words.weight' in place" if renormalised else f"{option}=True"
     for frozen in (False, True) if renormalised else (False,):
-        check_refused(method, Lookup(kind, frozen, **chosen), rf"{kind.__name__} 'words' with {option}=")
+        check_refused(method, lookup(kind, frozen, **chosen), rf"{kind.__name__} 'words' with {option}=")
         if method != "kfac":
-            check_refused(method, Lookup(kind, frozen, by_function=chosen), of_function)
+            check_refused(method, lookup(kind, frozen, by_function=chosen), of_function)
     if not renormalised:  # only gradients in the weight know of these
         inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
-        check_directions(Lookup(kind, frozen=True, **chosen).double(), LOSS, inputs, targets, [1, 3])
+        check_directions(lookup(kind, frozen=True, **chosen).double(), LOSS, inputs, targets, [1, 3])
 
 
 def test_an_option_set_after_the_first_step_is_seen():
     inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
     for option, value in REFUSED_OPTIONS.items():
-        model = Lookup(nn.Embedding)
+        model = lookup(nn.Embedding)
         optimizer = woodbury.HessianFree(model, LOSS)
         optimizer.step(inputs, targets)
         setattr(model.words, option, value)

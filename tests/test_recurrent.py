@@ -22,43 +22,39 @@ CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell}
 CELLS["relu"] = partial(nn.RNNCell, nonlinearity="relu")
 
 
-class Reader(nn.Module):
+def reader(kind, start=False, **options):
     """A recurrent layer whose outputs, final states and first states all enter; samples first or second."""
 
-    def __init__(self, kind, start=False, **options):
-        super().__init__()
-        self.cell, self.start = LAYERS[kind](FEATURES, WIDTH, **options), start
-        ways = 1 + self.cell.bidirectional
-        self.first = nn.Linear(FEATURES, WIDTH * self.cell.num_layers * ways)
-        self.head = nn.Linear(WIDTH * ways, CLASSES)
-
-    def forward(self, x):
+    def run(m, x):
         state = None
-        if self.start:
-            state = torch.tanh(self.first(x[:, 0]).unflatten(1, (-1, WIDTH))).transpose(0, 1)
-            state = (state, state.sin()) if isinstance(self.cell, nn.LSTM) else state
-        outputs, last = self.cell(x if self.cell.batch_first else x.transpose(0, 1), state)
-        outputs = outputs if self.cell.batch_first else outputs.transpose(0, 1)
-        last = last[0] * last[1] if isinstance(last, tuple) else last
-        return self.head(outputs.cumsum(1).mean(1)) + last.sum((0, 2)).unsqueeze(1)
+        if start:
+            state = torch.tanh(m.first(x[:, 0]).unflatten(1, (-1, WIDTH))).transpose(0, 1)
+            state = (state, state.sin()) if kind == "lstm" else state
+        outputs, last = m.cell(x if cell.batch_first else x.transpose(0, 1), state)
+        outputs = outputs if cell.batch_first else outputs.transpose(0, 1)
+        last = last[0] * last[1] if kind == "lstm" else last
+        return m.head(outputs.cumsum(1).mean(1)) + last.sum((0, 2)).unsqueeze(1)
+
+    cell = LAYERS[kind](FEATURES, WIDTH, **options)
+    width = WIDTH * (1 + cell.bidirectional)
+    first = nn.Linear(FEATURES, cell.num_layers * width)
+    return Parts(run, cell=cell, first=first, head=nn.Linear(width, CLASSES))
 
 
-class Unrolled(nn.Module):
+def unrolled(kind, start=False, bias=True):
     """A cell called at every step, a second one on what it gives."""
 
-    def __init__(self, kind, start=False, bias=True):
-        super().__init__()
-        self.a, self.b = CELLS[kind](FEATURES, WIDTH, bias=bias), CELLS[kind](WIDTH, WIDTH, bias=bias)
-        self.head, self.start = nn.Linear(WIDTH, CLASSES), start
-
-    def forward(self, x):
+    def run(m, x):
         a = b = None
-        if self.start:
-            a = (x[:, 0, :WIDTH], x[:, 1, :WIDTH]) if isinstance(self.a, nn.LSTMCell) else x[:, 0, :WIDTH]
+        if start:
+            a = (x[:, 0, :WIDTH], x[:, 1, :WIDTH]) if kind == "lstm" else x[:, 0, :WIDTH]
         for step in x.unbind(1):
-            a = self.a(step, a)
-            b = self.b(a[0] if isinstance(a, tuple) else a, b)
-        return self.head(b[0] * b[1] if isinstance(b, tuple) else b)
+            a = m.a(step, a)
+            b = m.b(a[0] if kind == "lstm" else a, b)
+        return m.head(b[0] * b[1] if kind == "lstm" else b)
+
+    a, b = CELLS[kind](FEATURES, WIDTH, bias=bias), CELLS[kind](WIDTH, WIDTH, bias=bias)
+    return Parts(run, a=a, b=b, head=nn.Linear(WIDTH, CLASSES))
 
 
 def batch(n=N):
@@ -80,7 +76,7 @@ def test_rows_and_steps_of_recurrent_layers_are_the_dense_ones(
 ):
     """Also where parts are frozen."""
     options = {"num_layers": layers, "bidirectional": both_ways, "batch_first": first, "bias": bias}
-    model = Reader(kind, start, **options).double()
+    model = reader(kind, start, **options).double()
     if not start:
         model.first.requires_grad_(False)
     for name in frozen.split():
@@ -116,7 +112,7 @@ def test_a_pass_by_steps_gives_what_torch_gives(kind, layers, both_ways, first, 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_steps_of_recurrent_layers_with_dropout_need_no_fallback(kind):
     for method in METHODS.values():
-        model = Reader(kind, num_layers=2, dropout=0.5, batch_first=True).double()
+        model = reader(kind, num_layers=2, dropout=0.5, batch_first=True).double()
         model.first.requires_grad_(False)
         optimizer = method(model, LOSS, damping=0.1, curvature_samples=3)
         for n in (N, LENGTH, N):
@@ -194,7 +190,7 @@ def learnt():
 
 
 CELL_PAIRS = all_pairs(list(CELLS), [False, True], [True, False])
-EXACT = {f"cells, {case}": (partial(Unrolled, *case), N) for case in CELL_PAIRS} | {
+EXACT = {f"cells, {case}": (partial(unrolled, *case), N) for case in CELL_PAIRS} | {
     "called twice and by keyword": (lambda: called(after_itself, batch_first=True), N),
     "learnt first states": (learnt, N),
     "learnt first states of two samples": (learnt, 2),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import bounds
 import problems
 import woodbury
-from fuzz.models import Parts
+from fuzz.models import Parts, drawn
 from test_layers import check_rows
 from woodbury._vector import Vector
 from woodbury.model.capture import GraphCapture
@@ -75,13 +75,8 @@ def mixing(mix):
     return Parts(lambda m, x: m.b(torch.tanh(mix(m.a(x)))), a=nn.Linear(4, 4), b=nn.Linear(4, 3))
 
 
-class Forgetful(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.gain, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-
-    def forward(self, x):
-        return self.gain * x + self.shift
+class Forgetful(Parts):
+    """Has a rule that leaves one of its parameters out."""
 
 
 @woodbury.register_layer(Forgetful)
@@ -89,13 +84,20 @@ def forgetful_rows(layer, inputs, grads):
     return {"gain": inputs.unsqueeze(1) * grads}
 
 
-class Power(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(width))
+def through(pool):
+    """An embedding of positions that enters otherwise than by a sum or a product with what the samples give."""
 
-    def forward(self, x):
-        return x.abs() ** self.gain
+    def run(m, x):
+        return m.head(pool(torch.maximum(x.unsqueeze(-1), m.place(torch.arange(x.shape[1])))))
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # it is made when tests are collected; with other numbers `place` might win nowhere
+        return Parts(run, place=nn.Embedding(5, 2), head=nn.Linear(2, 3))
+
+
+def over_samples(layer, name):
+    """A layer that takes the samples for features or channels."""
+    return Parts(lambda m, x: m.head(getattr(m, name)(x)), **{name: layer}, head=nn.Linear(4, 3))
 
 
 def by_transform():
@@ -108,29 +110,43 @@ class Doubled(nn.Linear):
 
 
 MSE = nn.MSELoss()
+VECTORS, SQUARE, IMAGES = (5, 4), (5, 5), (5, 2, 3, 3)
+DEPENDS = "depend on what layer '{}' gives for another"
+SHIFTED = Forgetful(lambda m, x: m.gain * x + m.shift, **drawn(gain=3, shift=3))
 
 
 @pytest.mark.parametrize(
-    "model, message",
+    "model, shape, message",
     [
-        (nn.Sequential(nn.Linear(4, 3), Power(3)), r"'1\.gain' of Power.*register_layer.*fallback='autograd'"),
-        (overwriting(), r"input of layer 'b' was changed in place"),
-        (nn.Linear(4, 3).requires_grad_(False), "no trainable parameter"),
-        (folded(), r"layer 'inner' has an input of shape \(10, 2\) in a batch of 5 samples"),
-        (mixing(lambda h: h - h.mean(0)), r"depend on what layer 'a' gives for another"),
-        (mixing(lambda h: h.flip(0)), r"depend on what layer 'a' gives for another"),
-        (mixing(lambda h: h.cumsum(0)), r"depend on what layer 'a' gives for another"),
+        (
+            nn.Sequential(nn.Linear(4, 3), Parts(lambda m, x: x.abs() ** m.gain, **drawn(gain=3))),
+            VECTORS,
+            r"'1\.gain' of Parts.*register_layer.*fallback='autograd'",
+        ),
+        (overwriting(), VECTORS, r"input of layer 'b' was changed in place"),
+        (nn.Linear(4, 3).requires_grad_(False), VECTORS, "no trainable parameter"),
+        (folded(), VECTORS, r"layer 'inner' has an input of shape \(10, 2\) in a batch of 5 samples"),
+        (mixing(lambda h: h - h.mean(0)), VECTORS, DEPENDS.format("a")),
+        (mixing(lambda h: h.flip(0)), VECTORS, DEPENDS.format("a")),
+        (mixing(lambda h: h.cumsum(0)), VECTORS, DEPENDS.format("a")),
+        (through(lambda h: h.mean(1)), SQUARE, DEPENDS.format("place")),
+        (through(lambda h: h[:, 0]), SQUARE, DEPENDS.format("place")),
+        (through(lambda h: h.mean(1)), VECTORS, r"layer 'place' has an input of shape \(4,\)"),
+        (over_samples(nn.LayerNorm(VECTORS), "norm"), VECTORS, "layer 'norm' gives for one sample depends on"),
+        (over_samples(nn.Conv1d(5, 5, 1), "a"), VECTORS, "layer 'a' gives for one sample depends on the inputs"),
+        (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten()), IMAGES, r"BatchNorm2d '0' is in training mode.*eval"),
         (
             nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False)).eval(),
+            VECTORS,
             r"BatchNorm1d '1' .* keeps no statistics",
         ),
-        (nn.Sequential(nn.Linear(4, 3), Forgetful(3)), r"no rows for parameter '1\.shift'"),
-        (by_transform(), r"layer 'layer' is called inside a torch.func transform"),
+        (nn.Sequential(nn.Linear(4, 3), SHIFTED), VECTORS, r"no rows for parameter '1\.shift'"),
+        (by_transform(), VECTORS, r"layer 'layer' is called inside a torch.func transform"),
     ],
 )
-def test_models_whose_rows_would_be_wrong_are_refused_by_name(model, message):
+def test_models_whose_rows_would_be_wrong_are_refused_by_name(model, shape, message):
     with pytest.raises(ValueError, match=message):
-        woodbury.rows(model, MSE, torch.randn(5, 4), None)
+        woodbury.rows(model, MSE, torch.randn(shape), None)
 
 
 def test_sample_axis_must_come_first_and_curvature_be_known():

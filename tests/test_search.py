@@ -165,7 +165,6 @@ def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_fr
 
 def test_derivatives_along_a_parameter_that_the_function_holds_by_itself():
     """As an unknown coefficient of an equation may be; forward mode exchanges what modules hold."""
-    torch.manual_seed(0)
     rate = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
     model, inputs = Parts(net=problems.mlp(2, 4, 1).double(), rate=rate), torch.randn(6, 2, dtype=torch.float64)
     functions = (lambda m, x: rate.square() * m.net(x), False), (lambda m, x: m.rate**2 * m.net(x), True)

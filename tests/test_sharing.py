@@ -80,36 +80,28 @@ class Headed(Parts):
         return self.head(torch.tanh(h[:, -1] if h.dim() == 3 else h))
 
 
-class Attending(Parts):
+def attending(kind="self", bias=True, mask=None, calls=1):
     """Attention of each kind torch has, mean over positions, a head."""
+    options = {"bias": bias, "batch_first": kind != "positions first"}
+    if kind == "separate":
+        options |= {"kdim": 3, "vdim": 2}
 
-    def __init__(self, kind="self", bias=True, mask=None, calls=1):
-        super().__init__(kind=kind, mask=mask, calls=calls)
-        options = {"bias": bias, "batch_first": kind != "positions first"}
-        if kind == "separate":
-            options |= {"kdim": 3, "vdim": 2}
-        self.attend = attention(**options)
-        self.key, self.value = nn.Linear(4, options.get("kdim", 4)), nn.Linear(4, options.get("vdim", 4))
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        padding = None
-        if self.mask == "causal":
-            padding = {"attn_mask": nn.Transformer.generate_square_subsequent_mask(x.shape[1]).to(x)}
-        elif self.mask == "padding":
-            hidden = torch.zeros(x.shape[:2], dtype=torch.bool)
-            hidden[:, -1] = True
-            padding = {"key_padding_mask": hidden}
-        for _ in range(self.calls):
-            keys, values = self.key(x), self.value(x)
-            if self.kind == "positions first":
-                x = x.transpose(0, 1)
+    def run(m, x):
+        masks = {}
+        if mask == "causal":
+            masks["attn_mask"] = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).to(x)
+        elif mask == "padding":
+            masks["key_padding_mask"] = torch.arange(x.shape[1]).expand(x.shape[:2]) == x.shape[1] - 1
+        for _ in range(calls):
+            keys, values = m.key(x), m.value(x)
             others = {"memory": (keys, keys), "cross": (keys, values), "separate": (keys, values)}
-            arguments = x, *others.get(self.kind, (x, x))
-            x = self.attend(*arguments, need_weights=self.mask is None, **(padding or {}))[0]
-            if self.kind == "positions first":
-                x = x.transpose(0, 1)
-        return self.head(torch.tanh(x).mean(1))
+            x = x.transpose(0, 1) if kind == "positions first" else x
+            x = m.attend(x, *others.get(kind, (x, x)), need_weights=mask is None, **masks)[0]
+            x = x.transpose(0, 1) if kind == "positions first" else x
+        return m.head(torch.tanh(x).mean(1))
+
+    layers = {"key": nn.Linear(4, options.get("kdim", 4)), "value": nn.Linear(4, options.get("vdim", 4))}
+    return Parts(run, attend=attention(**options), head=nn.Linear(4, CLASSES), **layers)
 
 
 def pairs(a, b, o, bias):
@@ -126,24 +118,18 @@ def repeated(make, calls):
     return nn.Sequential(*[make(), nn.Tanh()] * calls, nn.Flatten(), nn.LazyLinear(CLASSES))
 
 
-class Words(nn.Module):
+def words(count, width, padding, tied, bias, twice):
     """Embeddings used twice, and tied to the head or not."""
 
-    def __init__(self, count, width, padding, tied, bias, twice):
-        super().__init__()
-        self.words = nn.Embedding(count, width, padding_idx=padding)
-        self.inner = nn.Linear(width, width)
-        self.head = nn.Linear(width, count, bias=bias)
-        self.last = nn.Linear(count, CLASSES)
-        self.twice = twice
-        if tied:
-            self.head.weight = self.words.weight
+    def run(m, x):
+        h = torch.tanh(m.inner(m.words(x)))
+        h = h * m.words(x.flip(1)) if twice else h
+        return m.last(torch.tanh(m.head(h)).mean(1))
 
-    def forward(self, x):
-        h = torch.tanh(self.inner(self.words(x)))
-        if self.twice:
-            h = h * self.words(x.flip(1))
-        return self.last(torch.tanh(self.head(h)).mean(1))
+    table, head = nn.Embedding(count, width, padding_idx=padding), nn.Linear(width, count, bias=bias)
+    if tied:
+        head.weight = table.weight
+    return Parts(run, words=table, inner=nn.Linear(width, width), head=head, last=nn.Linear(count, CLASSES))
 
 
 def tied(width):
@@ -159,7 +145,7 @@ def test_forms_of_shared_parameters():
         model.double()(inputs)
         return woodbury.rows(model, LOSS, inputs, torch.randint(CLASSES, (N,))).forms
 
-    forms = forms_of(Words(5, 3, None, tied=True, bias=True, twice=True), torch.randint(5, (N, 3)))
+    forms = forms_of(words(5, 3, None, tied=True, bias=True, twice=True), torch.randint(5, (N, 3)))
     assert isinstance(forms["words"], SumRows) and isinstance(forms["head"], SharedRows)
     assert isinstance(forms["words"].uses[0].form, EmbeddingRows) and len(forms["words"].uses) == 2
     forms = forms_of(repeated(lambda: nn.Linear(3, 3), 2), batch(3)[0])
@@ -263,21 +249,19 @@ def test_a_step_of_few_passes_is_silent():
         assert way(optimizer) == ("expanded" if name == "weight norm" else None)
 
 
-class Noisy(nn.Module):
+def noisy(inner):
     """Random numbers of every kind: masks, numbers for the whole batch, layers left out, positions first."""
 
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.drop, self.head = inner, nn.Dropout1d(0.5), nn.Linear(4, CLASSES)
-        self.attend = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.3, batch_first=True)
-
-    def forward(self, x):
-        x = self.drop(self.inner(x))
+    def run(m, x):
+        x = m.drop(m.inner(x))
         if random.random() < 0.7 and numpy.random.rand() < 0.7:
-            x = self.attend(x)
+            x = m.attend(x)
         x = F.dropout(x.transpose(0, 1), 0.3).transpose(0, 1) * torch.rand(())
         keep = torch.rand(len(x), 1, 1, dtype=x.dtype) < 0.7
-        return self.head((x * keep + torch.randn_like(x) * torch.bernoulli(torch.full_like(x, 0.5))).mean(1))
+        return m.head((x * keep + torch.randn_like(x) * torch.bernoulli(torch.full_like(x, 0.5))).mean(1))
+
+    attend = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.3, batch_first=True)
+    return Parts(run, inner=inner, drop=nn.Dropout1d(0.5), head=nn.Linear(4, CLASSES), attend=attend)
 
 
 # No rule, and torch.func can map over its functions or not.
@@ -290,7 +274,7 @@ INNER = {
 @pytest.mark.parametrize("expected_way", INNER)
 def test_random_numbers_of_rows_are_those_of_the_pass(expected_way):
     random.seed(0), numpy.random.seed(0)
-    model, (inputs, targets) = Noisy(INNER[expected_way]()).double(), batch(3, 4)
+    model, (inputs, targets) = noisy(INNER[expected_way]()).double(), batch(3, 4)
     for method in METHODS.values():
         optimizer = method(model, LOSS, damping=1.0, fallback="autograd")
         check_verify(optimizer, inputs, targets)
@@ -641,7 +625,7 @@ def test_attention_with_any_part_of_its_parameters_frozen(kind):
     """Frozen and thawed between the steps of one optimizer."""
     names = SEPARATE if kind == "separate" else PARTS
     inputs, targets = batch(3, 4)
-    model = shaken(Attending(kind).double())
+    model = shaken(attending(kind).double())
     optimizer = woodbury.GaussNewton(model, LOSS, damping=0.5)
     for chosen in all_pairs(*[(False, True)] * len(names)):
         for name, trained in zip(names, chosen, strict=True):
@@ -728,11 +712,11 @@ OTHERWISE_IN_THE_TRIAL = {
     **{f"{name} changed in place": (partial(in_place, make), shape) for name, (make, shape) in IN_PLACE.items()},
 }
 EXACT = {
-    **{f"attention {case}": (partial(Attending, *case), SEQUENCES) for case in ATTENTION},
+    **{f"attention {case}": (partial(attending, *case), SEQUENCES) for case in ATTENTION},
     **{f"{name} three times": (partial(repeated, make, 3), shape) for name, (make, shape) in REPEATED.items()},
     **{
-        f"words {case}": (partial(Words, 5, 3, *case), (3,))
-        for case in all_pairs([None, 0, 1], [True, False], [True, False], [True, False])  # see Words
+        f"words {case}": (partial(words, 5, 3, *case), (3,))
+        for case in all_pairs([None, 0, 1], [True, False], [True, False], [True, False])  # see `words`
     },
     "tied layers": (lambda: tied(4), VECTORS),
     "bilinear over positions": (lambda: pairs(1, 3, 2, False), SEQUENCES),
@@ -787,20 +771,19 @@ DRAWS = {
 }
 
 
-class LeftOut(Parts):
+def left_out(draw):
     """Stochastic depth: a random number leaves layers out; one is used twice, its weight by another too."""
 
-    def __init__(self, draw):
-        super().__init__(a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4), draw=draw)
-        self.c.weight = self.b.weight
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        x = self.norm(x)
-        for layer in (self.a, self.b, self.c, self.b):
-            if self.draw() < 0.5:
+    def run(m, x):
+        x = m.norm(x)
+        for layer in (m.a, m.b, m.c, m.b):
+            if draw() < 0.5:
                 x = x + torch.tanh(layer(x))
-        return self.head(x)
+        return m.head(x)
+
+    layers = {name: nn.Linear(4, 4) for name in "abc"}
+    layers["c"].weight = layers["b"].weight
+    return Parts(run, **layers, norm=nn.LayerNorm(4), head=nn.Linear(4, CLASSES))
 
 
 @every_pair(
@@ -811,7 +794,7 @@ def test_layers_left_out_at_random_are_the_same_in_every_pass(draw, curvature_sa
     random.seed(0)
     numpy.random.seed(0)
     inputs, targets = batch(4)
-    model = LeftOut(draw).double()
+    model = left_out(draw).double()
     settings = {"curvature_samples": curvature_samples, "fallback": fallback, "blocks": blocks, "seed": 0}
     optimizer = method(model, LOSS, damping=0.5, **settings)
     used = set()

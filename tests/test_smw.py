@@ -13,7 +13,7 @@ import reference
 import woodbury
 from cases import every_pair
 from fuzz.cases import LogCosh
-from fuzz.models import Gain
+from fuzz.models import Gain, Parts, drawn
 from test_layers import METHODS, check_directions, check_ratio
 from woodbury._vector import flatten
 from woodbury.layers import Layout, OuterRows
@@ -134,24 +134,20 @@ def test_user_layer_and_user_loss_take_part_exactly():
     assert all(method(model, loss).step(inputs, targets).accepted for method in METHODS.values())
 
 
+class Embedded(Parts):
+    """A linear map with fixed work before and after it, and a rule."""
+
+
+@woodbury.register_layer(Embedded)
+def embedded_rows(layer, inputs, grads):
+    layout = Layout((tuple(grads.shape[:2]),))
+    return OuterRows(2 * torch.sin(inputs), grads.flatten(0, 1), layout, bias=None)
+
+
 @every_kind
 def test_user_layer_may_return_outer_rows_without_being_a_plain_linear_layer(kind):
-    class Embedded(nn.Module):
-        """A linear map with fixed work before and after it."""
-
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 4))
-
-        def forward(self, x):
-            return 2 * torch.sin(x) @ self.weight.T
-
-    @woodbury.register_layer(Embedded)
-    def embedded_rows(layer, inputs, grads):
-        layout = Layout((tuple(grads.shape[:2]),))
-        return OuterRows(2 * torch.sin(inputs), grads.flatten(0, 1), layout, bias=None)
-
-    model = nn.Sequential(Embedded(), nn.Tanh(), nn.Linear(3, 2)).double()
+    layer = Embedded(lambda m, x: 2 * torch.sin(x) @ m.weight.T, **drawn(weight=(3, 4)))
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 2)).double()
     inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 2).double()
     optimizer = METHODS[kind](model, nn.MSELoss(), damping=0.1)
     p, B, g = reference.dense_direction(model, nn.MSELoss(), inputs, targets, [0, 2], 0.1, kind)

@@ -56,7 +56,6 @@ BUFFERS = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked", 
 )
 def test_a_step_leaves_the_buffers_of_one_ordinary_pass_or_rejected_those_of_before(kind, settings, accepted):
     """Over its own batch, whatever the loader has."""
-    torch.manual_seed(0)
     model, inputs, targets = Running().double(), batch(3, 5), batch(2)
     if "full" in settings:
         settings = {"full": [(batch(3, 5), batch(2)), (inputs, targets)]}
@@ -80,7 +79,6 @@ def test_a_step_leaves_the_buffers_of_one_ordinary_pass_or_rejected_those_of_bef
 
 def test_passes_that_read_the_buffers_they_change_repeat_each_other():
     """spectral_norm in training mode improves its vectors in every pass."""
-    torch.manual_seed(0)
     model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()
     inputs, targets = batch(3), batch(2)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=1.0, fallback="autograd")
