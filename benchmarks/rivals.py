@@ -1,7 +1,7 @@
 """The command `problems`: woodbury beside Adam and SGD, with the same epochs and with the same CPU time.
 
-Every run is one record, a plain dictionary; docs/benchmarks.md says what the methods are. Where woodbury has the CPU
-seconds of Adam (the median over its rates) it keeps to them by the clock: where other work takes part of the
+Every run is one record, a plain dictionary; docs/benchmarks.md says what the methods are. Where woodbury has the
+CPU seconds of Adam (the median over its rates) it keeps to them by the clock: where other work takes part of the
 machine it gets less than Adam got.
 """
 
