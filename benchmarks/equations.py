@@ -149,20 +149,25 @@ def _methods(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    device = options.device
-    if options.read:
-        return _with_figure(json.loads(Path(options.read).read_text()), options)
+    results = json.loads(Path(options.read).read_text()) if options.read else solve_all(options)
+    if options.figure is not None:
+        draw(results, options)
+    return results
+
+
+def solve_all(options: argparse.Namespace) -> dict[str, Any]:
+    """{problem: {method: what `solve` returns for each seed}}."""
     chosen = [name for name in PROBLEMS if any(word in name for word in options.only)] or list(PROBLEMS)
     results: dict[str, Any] = {}
     for name in chosen:
         for method in _methods(options):
             seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-            runs = [solve(name, method, device, options.seconds, seed) for seed in seeds]
+            runs = [solve(name, method, options.device, options.seconds, seed) for seed in seeds]
             results.setdefault(name, {})[method] = runs
             error = median(own["error"] for own in runs)
             reached = ", ".join(f"{goal} {own:.1f}" for goal, own in runs[0]["reached"].items())
             say(f"{name}, {method}: {error:.1e} ({runs[0]['steps']} steps; seconds to {reached or 'none'})")
-    return _with_figure(results, options)
+    return results
 
 
 LOOKS = {  # Okabe and Ito's colours, which the colour-blind can tell apart
@@ -173,23 +178,19 @@ LOOKS = {  # Okabe and Ito's colours, which the colour-blind can tell apart
 }
 
 
-def _with_figure(results: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Draw the errors, a line for each problem, the median of the seeds with their range."""
-    if options.figure is None:
-        return results
-    import matplotlib
+def draw(results: dict[str, Any], options: argparse.Namespace) -> None:
+    """The errors as a figure, a line for each problem, the median of the seeds with their range."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with matplotlib.rc_context(STYLE):
-        figure, panel = pyplot.subplots(figsize=(7.5, 0.6 + 0.36 * len(results)), layout="constrained")
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.5, 0.6 + 0.36 * len(results)), layout="constrained")
+        panel = figure.subplots()
         for place, methods in enumerate(results.values()):
             for method, (label, marker, colour) in LOOKS.items():
-                runs = methods.get(method, [])
-                if not runs:
+                if method not in methods:
                     continue
-                errors = [run["error"] for run in runs]
+                errors = [run["error"] for run in methods[method]]
                 panel.plot([min(errors), max(errors)], [place, place], color=colour, linewidth=1.5, alpha=0.5)
                 size = 9 if method == "fit" else 6
                 panel.plot(median(errors), place, marker, color=colour, markersize=size, label=label)
@@ -199,8 +200,6 @@ def _with_figure(results: dict[str, Any], options: argparse.Namespace) -> dict[s
         panel.set(xscale="log", ylim=(len(results) - 0.5, -0.5))
         panel.set_title(f"Relative error after {options.seconds:g} seconds")
         figure.savefig(options.figure, dpi=150)
-    pyplot.close(figure)
-    return results
 
 
 def table(result: Mapping[str, Any]) -> str:

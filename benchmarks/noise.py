@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import woodbury
 from benchmarks.common import Batch, Command, chain, positive, say, table, take_step
+from benchmarks.problems import friedman
 
 RATES = (3e-2, 1e-2, 3e-3, 1e-3)  # of Adam
 MOST_STEPS, PATIENCE, BATCH = 5000, 600, 32  # steps in all, and without a lower validation loss
@@ -63,12 +64,6 @@ def _column(values: Tensor) -> Tensor:
     return values.unsqueeze(1)
 
 
-def _friedman(x: Tensor) -> Tensor:
-    x = (x + 1) / 2
-    wave = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1])
-    return _column(wave + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4])
-
-
 def _impedance(x: Tensor) -> Tensor:
     """Of a circuit: Friedman's second function, with its inputs mapped to (-1, 1)."""
     x = (x + 1) / 2
@@ -109,8 +104,8 @@ PROBLEMS = {
     "two outputs": Problem(3, 600, 0.1, lambda x: torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin()], 1), (25,)),
     "impedance": Problem(4, 500, 0.1, _impedance, (30,)),
     "few": Problem(4, 80, 0.2, lambda x: _column(x[:, 0] * x[:, 1] + x[:, 2].square()), (15,)),
-    "friedman": Problem(5, 300, 0.2, _friedman, (20, 20)),
-    "friedman with idle inputs": Problem(10, 800, 0.2, _friedman, (30,)),
+    "friedman": Problem(5, 300, 0.2, lambda x: friedman((x + 1) / 2), (20, 20)),
+    "friedman with idle inputs": Problem(10, 800, 0.2, lambda x: friedman((x + 1) / 2), (30,)),
     "quadratic": Problem(6, 800, 0.05, lambda x: (x @ _weights(x)).square().unsqueeze(1), (40,)),
     "teacher": Problem(8, 1500, 0.03, _teacher, (20,)),
     "linear": Problem(12, 120, 0.5, lambda x: _column(x @ _weights(x)), (20,)),

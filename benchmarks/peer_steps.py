@@ -11,7 +11,6 @@ needs no product with g. None of this uses woodbury's own code.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,21 +48,9 @@ class Peer:
     squares_only: bool = False  # whether its p is another one for cross entropy
 
 
-PEERS: dict[str, Peer] = {}
-
-
-def _peer(name: str, versus: str, **about: Any) -> Callable[[Callable[[Task], Step]], Any]:
-    def register(make: Callable[[Task], Step]) -> Callable[[Task], Step]:
-        PEERS[name] = Peer(name, make, versus, **about)
-        return make
-
-    return register
-
-
 # -- torch alone, with all rows of U in memory --------------------------------------------------------------------
 
 
-@_peer("torch.func rows, GN", "smw-gn")
 def _functional_gauss_newton(task: Task) -> Step:
     """U by vector-Jacobian products with the columns of S, by `vmap` over the samples."""
 
@@ -83,7 +70,6 @@ def _functional_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("torch.func gradients, NG", "smw-ng")
 def _functional_natural_gradient(task: Task) -> Step:
     """U by `vmap(grad(loss))`, the recipe of torch's documentation."""
 
@@ -103,8 +89,7 @@ def _functional_natural_gradient(task: Task) -> Step:
 # -- other libraries --------------------------------------------------------------------------------------------
 
 
-@_peer("torch-levenberg-marquardt", "smw-gn", package="torch-levenberg-marquardt", squares_only=True)
-def _torch_levenberg_marquardt(task: Task) -> Step:
+def _levenberg_marquardt(task: Task) -> Step:
     """Its own training step, which evaluates the new loss. Its squares lack a factor 2: half the damping."""
     from torch_levenberg_marquardt import damping, loss, training
 
@@ -138,7 +123,6 @@ def _backpack_rows(task: Task, extension: str, attribute: str, leading: int) -> 
     return rows
 
 
-@_peer("BackPACK, SqrtGGNExact", "smw-gn", package="backpack-for-pytorch")
 def _backpack_gauss_newton(task: Task) -> Step:
     """BackPACK gives U, divided by sqrt(n), the columns of S in front of the samples."""
     rows = _backpack_rows(task, "SqrtGGNExact", "sqrt_ggn_exact", leading=2)
@@ -150,7 +134,6 @@ def _backpack_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("BackPACK, BatchGrad", "smw-ng", package="backpack-for-pytorch")
 def _backpack_natural_gradient(task: Task) -> Step:
     rows = _backpack_rows(task, "BatchGrad", "grad_batch", leading=1)
     n = len(task.inputs)
@@ -161,7 +144,6 @@ def _backpack_natural_gradient(task: Task) -> Step:
     return step
 
 
-@_peer("ASDL, SMW empirical NG", "smw-ng", package="asdfghjkl")
 def _asdl(task: Task) -> Step:
     from asdl.precondition import smw
 
@@ -178,7 +160,6 @@ def _asdl(task: Task) -> Step:
     return step
 
 
-@_peer("curvlinops, CG on the GGN", "smw-gn", package="curvlinops-for-pytorch")
 def _curvlinops_conjugate_gradient(task: Task) -> Step:
     """Without a matrix, up to a relative residual of 1e-5 or 1000 iterations."""
     import curvlinops
@@ -248,3 +229,18 @@ def _move(task: Task, directions: Sequence[Tensor]) -> None:
 def _squares(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     values = (outputs - targets).square().mean(1)
     return values if reduction == "none" else values.mean()
+
+
+# -- all of them --------------------------------------------------------------------------------------------------
+
+PEERS = (
+    Peer("torch.func rows, GN", _functional_gauss_newton, "smw-gn"),
+    Peer("torch.func gradients, NG", _functional_natural_gradient, "smw-ng"),
+    Peer(
+        "torch-levenberg-marquardt", _levenberg_marquardt, "smw-gn", "torch-levenberg-marquardt", squares_only=True
+    ),
+    Peer("BackPACK, SqrtGGNExact", _backpack_gauss_newton, "smw-gn", "backpack-for-pytorch"),
+    Peer("BackPACK, BatchGrad", _backpack_natural_gradient, "smw-ng", "backpack-for-pytorch"),
+    Peer("ASDL, SMW empirical NG", _asdl, "smw-ng", "asdfghjkl"),
+    Peer("curvlinops, CG on the GGN", _curvlinops_conjugate_gradient, "smw-gn", "curvlinops-for-pytorch"),
+)

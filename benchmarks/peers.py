@@ -49,11 +49,11 @@ def _own_step(name: str) -> Callable[[Task], Step]:
 
 
 # Our own steps as peers of themselves: for their memory, and to see how far the clock finds equals apart.
-OWN = {
-    "woodbury.GaussNewton": Peer("woodbury.GaussNewton", _own_step("smw-gn"), "smw-gn"),
-    "woodbury.NaturalGradient": Peer("woodbury.NaturalGradient", _own_step("smw-ng"), "smw-ng"),
-}
-ALL = OWN | PEERS
+OWN = (
+    Peer("woodbury.GaussNewton", _own_step("smw-gn"), "smw-gn"),
+    Peer("woodbury.NaturalGradient", _own_step("smw-ng"), "smw-ng"),
+)
+ALL = {peer.name: peer for peer in (*OWN, *PEERS)}
 
 
 def bench_peers(

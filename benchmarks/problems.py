@@ -5,7 +5,6 @@ covtype are read from the data folder of `woodbury.experiments.files`; other dat
 drawn here.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -79,29 +78,29 @@ def _cnn() -> nn.Module:
     )
 
 
+_SYMBOLS, _LENGTH, _REPEATS = 4, 12, 7  # of the sequences for it
+
+
 class _Transformer(nn.Module):
     """Embeddings of symbols and places, one Transformer layer, the mean over places, a Linear layer."""
 
-    def __init__(self, symbols: int, length: int, classes: int, width: int = 32) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.symbols, self.places = nn.Embedding(symbols, width), nn.Embedding(length, width)
-        self.layer = nn.TransformerEncoderLayer(
-            width, nhead=4, dim_feedforward=2 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.head = nn.Linear(width, classes)
+        self.symbols, self.places = nn.Embedding(_SYMBOLS, 32), nn.Embedding(_LENGTH, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(32, _REPEATS + 1)
 
     def forward(self, sequences: Tensor) -> Any:
         places = torch.arange(sequences.shape[1], device=sequences.device).expand_as(sequences)
         return self.head(self.layer(self.symbols(sequences) + self.places(places)).mean(1))
 
 
-class Recurrent(nn.Module):
-    """The output of a recurrent layer at the last time step, through a Linear layer."""
+class _Recurrent(nn.Module):
+    """The output of an LSTM at the last time step, through a Linear layer."""
 
-    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], inputs: int, width: int, outputs: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = kind(inputs, width, batch_first=True)
-        self.head = nn.Linear(width, outputs)
+        self.inner, self.head = nn.LSTM(2, 32, batch_first=True), nn.Linear(32, 1)
 
     def forward(self, inputs: Tensor) -> Any:
         return self.head(self.inner(inputs)[0][:, -1])
@@ -188,9 +187,6 @@ def _diabetes(data_dir: Path | None) -> tuple[Batch, Batch]:
     return _with_scaled_targets(*_table("diabetes", data_dir))
 
 
-_SYMBOLS, _LENGTH, _REPEATS = 4, 12, 7
-
-
 def _repeats(data_dir: Path | None) -> tuple[Batch, Batch]:
     """Sequences of 12 symbols out of 4; the class is how often the first one occurs again, at most 7."""
     sequences = torch.randint(_SYMBOLS, (2400, _LENGTH), generator=torch.Generator().manual_seed(4))
@@ -225,13 +221,18 @@ def _noisy(data_dir: Path | None) -> tuple[Batch, Batch]:
     return train, test
 
 
-def _friedman(data_dir: Path | None) -> tuple[Batch, Batch]:
-    """10 sin(pi x_1 x_2) + 20 (x_3 - 1/2)^2 + 10 x_4 + 5 x_5 + noise, of ten inputs: Friedman's first function."""
+def friedman(x: Tensor) -> Tensor:
+    """10 sin(pi x_1 x_2) + 20 (x_3 - 1/2)^2 + 10 x_4 + 5 x_5, as a column: Friedman's first function."""
+    wave = 10 * torch.sin(torch.pi * x[:, :1] * x[:, 1:2])
+    return wave + 20 * (x[:, 2:3] - 0.5) ** 2 + 10 * x[:, 3:4] + 5 * x[:, 4:5]
+
+
+def _noisy_friedman(data_dir: Path | None) -> tuple[Batch, Batch]:
+    """Friedman's first function of ten inputs, and noise."""
     draws = torch.Generator().manual_seed(2)
     x = torch.rand(4000, 10, generator=draws, dtype=torch.float64)
-    y = 10 * (math.pi * x[:, 0] * x[:, 1]).sin() + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
-    y += torch.randn(4000, generator=draws, dtype=torch.float64)
-    return _with_scaled_targets(*_parted(x, y.unsqueeze(1), train_share=0.5))
+    y = friedman(x) + torch.randn(4000, 1, generator=draws, dtype=torch.float64)
+    return _with_scaled_targets(*_parted(x, y, train_share=0.5))
 
 
 def _adding(data_dir: Path | None) -> tuple[Batch, Batch]:
@@ -259,12 +260,12 @@ PROBLEMS = {
     "mnist-full": Problem(_paper_network, _CE, _all_of_mnist, 120, 5, by_name_only=True),
     "covtype": Problem(partial(chain, nn.ReLU, 54, 64, 64, 1), _BCE, _covtype, 64, 10),
     "breast-cancer": Problem(partial(chain, nn.Tanh, 30, 16, 1), _BCE, partial(_table, "breast_cancer"), 32, 60),
-    "transformer": Problem(partial(_Transformer, _SYMBOLS, _LENGTH, _REPEATS + 1), _CE, _repeats, 32, 8),
+    "transformer": Problem(_Transformer, _CE, _repeats, 32, 8),
     "letters": Problem(_letters_network, _CE, _text, 64, 6),
     "raw-scale": Problem(_diabetes_network, _MSE, partial(_table, "diabetes"), 32, 60, **_raw_rates),
     "diabetes": Problem(_diabetes_network, _MSE, _diabetes, 32, 60),
     "noisy": Problem(partial(chain, nn.Tanh, 4, 64, 64, 1), _MSE, _noisy, 32, 24),
-    "friedman": Problem(partial(chain, nn.ReLU, 10, 64, 64, 1), _MSE, _friedman, 32, 16),
+    "friedman": Problem(partial(chain, nn.ReLU, 10, 64, 64, 1), _MSE, _noisy_friedman, 32, 16),
     "autoencoder": Problem(partial(chain, nn.Tanh, 64, 32, 8, 32, 64), _MSE, _pixels, 32, 20),
-    "lstm": Problem(partial(Recurrent, nn.LSTM, 2, 32, 1), _MSE, _adding, 32, 15, (3e-3, 1e-2, 3e-2, 1e-1)),
+    "lstm": Problem(_Recurrent, _MSE, _adding, 32, 15, (3e-3, 1e-2, 3e-2, 1e-1)),
 }

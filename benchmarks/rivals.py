@@ -1,10 +1,8 @@
 """The command `problems`: woodbury beside Adam and SGD, with the same epochs and with the same CPU time.
 
-Every run is one record, a plain dictionary. Adam and SGD (momentum 0.9) run at four rates that decay linearly to
-0, Adam also at a constant 1e-3. woodbury has the same settings everywhere: the defaults of `woodbury.fit`. In
-equal seconds it is given as its budget the CPU seconds of Adam's run over all epochs with the same seed (the
-median over its rates). It keeps to them by the clock: where other work takes part of the machine it gets less than
-Adam got. Seconds are CPU time of the process, which must have one thread. Losses are evaluated outside of them.
+Every run is one record, a plain dictionary; docs/benchmarks.md says what the methods are. Where woodbury has the
+CPU seconds of Adam (the median over its rates) it keeps to them by the clock: where other work takes part of the
+machine it gets less than Adam got.
 """
 
 import argparse
@@ -27,7 +25,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from benchmarks.common import Batch, Command, positive, round_numbers, say, table, take_step
-from benchmarks.problems import CLASSIFICATION, PROBLEMS, Problem, Task
+from benchmarks.problems import CLASSIFICATION, PROBLEMS, REGRESSION, Problem, Task
 from woodbury._files import one_line
 from woodbury.experiments.files import DataError
 from woodbury.fit import fit
@@ -52,18 +50,15 @@ def batches(pair: Batch, size: int, seed: int) -> DataLoader[Any]:
 
 def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple[float, float]:
     """The mean loss over all samples, in eval mode, and the share of wrong answers (of a regression the loss)."""
-    was_training = model.training
-    model.eval()
-    total, wrong, count = 0.0, 0, len(pair[0])
+    (inputs, targets), was_training = pair, model.training
     with torch.no_grad():
-        for inputs, targets in zip(*(values.split(2000) for values in pair), strict=True):
-            outputs = model(inputs)
-            total += float(loss(outputs, targets)) * len(inputs)
-            if kind == CLASSIFICATION:
-                answers = outputs.argmax(1) if outputs.shape[1] > 1 else outputs > 0  # of one logit: 0 or 1
-                wrong += int((answers != targets).sum())
+        outputs = model.eval()(inputs)
+        value = float(loss(outputs, targets))
     model.train(was_training)
-    return total / count, wrong / count if kind == CLASSIFICATION else total / count
+    if kind == REGRESSION:
+        return value, value
+    answers = outputs.argmax(1) if outputs.shape[1] > 1 else outputs > 0  # of one logit: 0 or 1
+    return value, int((answers != targets).sum()) / len(inputs)
 
 
 # -- one run --------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_scale_fits_every_sweep(printed, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("key", peers.SMALL)
-@pytest.mark.parametrize("peer", peer_steps.PEERS.values(), ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", peer_steps.PEERS, ids=lambda peer: peer.name)
 def test_peers_that_compute_the_same_p_agree(peer, key, monkeypatch):
     """The goal is 1e-4 in float32; rows by torch, on networks this small, have smaller rounding errors."""
     network = peers.SMALL[key]

@@ -136,7 +136,7 @@ TINY = Problem(
 
 @pytest.mark.parametrize("loss, outputs", [(nn.CrossEntropyLoss(), 3), (nn.BCEWithLogitsLoss(), 1)])
 def test_figures_are_those_of_a_loop_over_samples(loss, outputs):
-    count = 2001  # one more than are evaluated at once
+    count = 2001
     model = nn.Sequential(nn.Linear(2, outputs), nn.Dropout(0.5)).double()
     inputs = torch.randn(count, 2).double()
     targets = torch.randint(3, (count,)) if outputs == 3 else torch.randint(2, (count, 1)).double()

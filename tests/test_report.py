@@ -275,7 +275,7 @@ def test_the_figure_shows_what_the_page_shows(tmp_path):
             labels = [label.get_text() for label in side.get_ticklabels()]
             assert list(zip(side.get_ticklocs(), labels, strict=True)) == axis.ticks
         *guides, below, above = place.lines
-        assert [line.get_ydata()[0] for line in guides] == list(panel.guides)
+        assert [line.get_ydata()[0] for line in guides] == list(panel.y.guides)
         for line, curve in zip((below, above), panel.curves, strict=True):
             assert line.get_xdata() == pytest.approx([max(value, x.least) for value in getattr(curve, along)])
             assert line.get_ydata() == pytest.approx([max(value, y.least) for value in curve.middle])
@@ -303,7 +303,7 @@ def test_axes_are_logarithmic_where_they_can_and_have_a_place_for_zero(tmp_path)
     assert loss.scale == "linear" and [loss.low, loss.high] == pytest.approx([-3.25, 2.25])
     ratio = near["ratio"].y  # always the same, and marks where damping changes
     assert dict(ratio.ticks) == {-0.5: "-0.5", 0: "0", 0.25: "0.25", 0.75: "0.75", 1: "1", 1.5: "1.5"}
-    assert near["ratio"].guides == (0.25, 0.75) and (ratio.low, ratio.high) == (-0.5, 1.5)
+    assert ratio.guides == (0.25, 0.75) and (ratio.low, ratio.high) == (-0.5, 1.5)
 
 
 @pytest.mark.parametrize(

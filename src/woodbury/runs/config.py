@@ -174,9 +174,9 @@ def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
     numbers = [path.name.removeprefix(start) for path in out.glob(f"{start}*")]
     for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
         folders = {run_folder(out / f"{start}{number}", config): config for config in configs}
-        begun = {folder: config for folder, config in folders.items() if RunConfig.is_in(folder)}
-        for folder, config in begun.items():
-            RunConfig.load(folder).check_same(config, folder)
+        begun = [folder for folder in folders if RunConfig.is_in(folder)]
+        for folder in begun:
+            RunConfig.load(folder).check_same(folders[folder], folder)
         if begun:
             return out / f"{start}{number}"
     return None

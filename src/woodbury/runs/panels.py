@@ -28,10 +28,12 @@ class Axis:
     high: float
     ticks: list[tuple[float, str]]  # in ascending order
     least: float = -math.inf  # what lies below is drawn here: a logarithmic axis has no zero
+    guides: tuple[float, ...] = ()  # values with a line across the panel
 
 
 # A ratio beyond it only says "far too low" or "far too high".
-RATIO_AXIS = Axis("", "linear", -0.5, 1.5, [(tick, f"{tick:g}") for tick in (-0.5, 0, *THRESHOLDS, 1, 1.5)])
+_RATIO_TICKS = [(tick, f"{tick:g}") for tick in (-0.5, 0, *THRESHOLDS, 1, 1.5)]
+RATIO_AXIS = Axis("", "linear", -0.5, 1.5, _RATIO_TICKS, guides=THRESHOLDS)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,6 @@ class Panel:
     curves: list[Curve | None]  # in the order of the groups
     x: dict[str, Axis]  # epochs, and seconds where the curves have them
     y: Axis
-    guides: tuple[float, ...] = ()  # values with a line across the panel
 
 
 def panels_of(groups: Sequence[Group]) -> list[Panel]:
@@ -59,9 +60,8 @@ def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
     x = {"epochs": _linear_axis("epochs", [curve.epochs[-1] for curve in present])}
     if present[0].seconds:
         x["seconds"] = _time_axis(present)
-    if quantity == "ratio":
-        return Panel(quantity, title, curves, x, RATIO_AXIS, guides=THRESHOLDS)
-    return Panel(quantity, title, curves, x, _vertical_axis(present, whole=quantity == "damping"))
+    y = RATIO_AXIS if quantity == "ratio" else _vertical_axis(present, whole=quantity == "damping")
+    return Panel(quantity, title, curves, x, y)
 
 
 def title_of(groups: Sequence[Group]) -> str:

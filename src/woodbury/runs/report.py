@@ -178,7 +178,7 @@ def _draw_panel(place: Axes, groups: Sequence[Group], panel: Panel, horizontal: 
         axis.set_ticks([value for value, _ in ticks], labels=[label for _, label in ticks])
     place.minorticks_off()
     place.set(xlim=(x.low, x.high), ylim=(y.low, y.high))  # after the ticks: those outside widen an axis
-    for guide in panel.guides:
+    for guide in y.guides:
         place.axhline(guide, color="#666666", linewidth=1, linestyle=(0, (3, 2)), zorder=1)
     for index, (group, curve) in enumerate(zip(groups, panel.curves, strict=True)):
         if curve is None:
@@ -242,8 +242,7 @@ def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = _COLUMNS) -> di
     rows = []
     for group in groups:
         ends, ended = ends_of(group), group.ended
-        if race is not None:
-            ends["seconds_to_target"] = race.seconds.get(group.label, [])
+        ends["seconds_to_target"] = race.seconds.get(group.label, [])
         row = {name: _written(name, median(values)) for name, values in ends.items() if values}
         row["seeds"] = _out_of(len(ended), group.seeds)
         row["epochs"] = _out_of(ended[0].epochs[-1]["epoch"], group.runs[0].config.epochs)
@@ -251,9 +250,8 @@ def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = _COLUMNS) -> di
     needs_test_loss = any("test_loss" in row and "test_error" not in row for row in rows)
     hidden = set() if needs_test_loss else {"test_loss"}
     shown = [name for name in wanted if name not in hidden and any(name in row for row in rows)]
-    titles = {name: name.replace("_", " ") for name in shown} | {"seconds_per_step": "ms / step"}
-    if race is not None:
-        titles["seconds_to_target"] = f"seconds to {race.target:.3g}"
+    titles = {name: name.replace("_", " ") for name in shown}
+    titles |= {"seconds_per_step": "ms / step", "seconds_to_target": f"seconds to {race.target:.3g}"}
     ahead = {(each.leader, name) for name, each in standings(groups).items() if each.is_clear}
     texts = [[row.get(name, _ABSENT) for name in shown] for row in rows]
     return {

@@ -39,7 +39,7 @@ class Race:
     """Who is first at the lowest train loss that all reach."""
 
     target: float  # that loss: the best one of the run whose best one is the highest
-    seconds: dict[str, list[float]]  # by label, of each seed: training up to the first evaluation at the target
+    seconds: dict[str, list[float]]  # by label, of each seed: training up to the target; empty if one group races
     absent: list[str]  # labels of groups with a seed that never got below its start: they do not race
 
 
@@ -59,17 +59,16 @@ def standings(groups: Sequence[Group]) -> dict[str, Standing]:
     """The standing in every quantity that at least two groups have, with the race as `seconds_to_target`."""
     ends = {group.label: ends_of(group) for group in groups}
     found = {name: standing({label: quantities[name] for label, quantities in ends.items()}) for name in COMPARED}
-    if (race := race_of(groups)) is not None:
-        found["seconds_to_target"] = standing(race.seconds)
+    found["seconds_to_target"] = standing(race_of(groups).seconds)
     return {name: each for name, each in found.items() if each is not None}
 
 
-def race_of(groups: Sequence[Group]) -> Race | None:
-    """The seconds that each seed takes to the lowest train loss that all reach; None without two groups."""
+def race_of(groups: Sequence[Group]) -> Race:
+    """The seconds that each seed takes to the lowest train loss that all reach."""
     losses = {group.label: [_below_start(run) for run in group.ended] for group in groups}
     racing = {label: seeds for label, seeds in losses.items() if all(seeds)}
     if len(racing) < 2:
-        return None
+        return Race(math.inf, {}, [])
     target = max(min(loss for _, loss in seed) for seeds in racing.values() for seed in seeds)
     seconds = {
         label: [next(time for time, loss in seed if loss <= target) for seed in seeds]
@@ -97,7 +96,7 @@ def takeaway(groups: Sequence[Group], tested: str) -> list[str]:
             sentences.append(f"Lowest {name.replace('_', ' ')}: {leader}, {written}{_chance(each, 'below')}")
     if lowest and not sentences:
         return ["Every run diverged."]
-    if race is not None:
+    if race.seconds:
         first = found["seconds_to_target"]
         (time, leader), (next_time, follower), *_ = first.medians
         racing = f"all but {_in_words(race.absent)}" if race.absent else "all"
