@@ -20,22 +20,15 @@ from woodbury.device.scalars import Scalar, as_number
 from woodbury.linalg import minimize_nonnegative
 from woodbury.policies.ladder import Ladder, Rung
 from woodbury.policies.proposal import AnyQuadratic, Policy, Proposal
-from woodbury.policies.search import (
-    CORRECTIONS,
-    DULL,
-    HOPELESS,
-    LEAST_GAIN,
-    LENGTHS_OF_ONE_RUNG,
-    LONGEST,
-    STAY,
-    CurvedSearch,
-    Length,
-    find_length,
-)
+from woodbury.policies.search import LONGEST, STAY, CurvedSearch, Length, find_length
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.objective import Objective, OnPieces, on_samples
 from woodbury.quadratic.quadratic import Damped, Minimizer
 
+HOPELESS = 2.0**-12  # a length that leaves out the smallest rung
+DULL, LEAST_GAIN = 3, 0.01  # steps in a row that each gain less than this of the loss: the search is stuck
+LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone then
+CORRECTIONS = 2  # of a point, at most
 OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
 KEPT = 0.7  # of the decrease that the quadratic model promised: deeper from here on (half a step gives 3/4),
 LOST = 0.4  # back below this (a quarter of a step gives 7/16)
@@ -151,7 +144,7 @@ class SearchedStep(Policy):
             nothing = quadratic.space.zeros(next(iter(quadratic.plan.parameters.values())))
             choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1, device="cpu"))
             return _proposal(quadratic, objective, choice, math.nan, 0.0, memory)
-        judge = self._judge_of(quadratic, objective, rungs)
+        judge = _judge_of(quadratic, objective, rungs)
         combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
         layer = None if remembered else self._best_layer(quadratic, ladder.trace, judge)
         if layer is not None:
@@ -199,18 +192,6 @@ class SearchedStep(Policy):
             return Choice(path.at(length.length, length.bent), length, combined)
         return Choice(*path.beyond(length, judge, judge.predicted(combined)), combined)
 
-    def _judge_of(self, quadratic: AnyQuadratic, objective: Objective, rungs: Sequence[Rung]) -> Judge:
-        """The quadratic model along the rungs, on the samples that judge the step."""
-        vectors = [rung.vector for rung in rungs]
-        if quadratic.held_out is not None:
-            inputs, targets = quadratic.held_out
-            held_out = on_samples(objective.passes, inputs, targets, quadratic.decay)
-            return _judge_elsewhere(quadratic, held_out, vectors)
-        images = torch.stack([rung.image for rung in rungs])
-        slopes = torch.tensor(quadratic.slopes(vectors, images), dtype=torch.float64, device="cpu")
-        factors = images[:, : quadratic.curvature_rows].double() / float(quadratic.divisor) ** 0.5
-        return _judge(objective, slopes, factors, quadratic, vectors)
-
     def _is_out_of_scale(self, quadratic: AnyQuadratic) -> bool:
         """Whether the residuals are far larger than what the parameters produce: |e| > 30 |S^T J theta|.
 
@@ -242,8 +223,26 @@ class SearchedStep(Policy):
         return (best, length) if length.decrease >= 0.5 * abs(judge.loss) else None
 
 
-def _judge_elsewhere(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Sequence[Vector]) -> Judge:
-    """The quadratic model along vectors on other samples, by pushing them forward there."""
+def _judge_of(quadratic: AnyQuadratic, objective: Objective, rungs: Sequence[Rung]) -> Judge:
+    """The quadratic model along the rungs, on the samples that judge the step."""
+    vectors = [rung.vector for rung in rungs]
+    if quadratic.held_out is None:
+        images = torch.stack([rung.image for rung in rungs])
+        slopes = torch.tensor(quadratic.slopes(vectors, images), dtype=torch.float64, device="cpu")
+        factors = images[:, : quadratic.curvature_rows].double() / float(quadratic.divisor) ** 0.5
+    else:
+        objective = on_samples(objective.passes, *quadratic.held_out, quadratic.decay)
+        slopes, factors = _push_forward(quadratic, objective, vectors)
+    products = (factors @ factors.T).cpu()
+    if quadratic.decay is not None:  # p_i^T W p_j
+        own = torch.stack([vector.flat for vector in vectors]).double()
+        weighted = torch.stack([quadratic.decay.times(vector).flat for vector in vectors]).double()
+        products = products + (own @ weighted.T).cpu()
+    return Judge(objective, float(objective.loss), slopes, products)
+
+
+def _push_forward(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Sequence[Vector]) -> tuple[Tensor, Tensor]:
+    """(g + W theta) . p_j on other samples, and U p_j as the rows of a matrix."""
     passes, (piece,), term_count = held_out.passes, held_out.pieces, float(held_out.term_count)
     with _random.replayed(held_out.random):
         images = piece.capture.push_forward([own.parts for own in vectors])  # (k, n, C)
@@ -255,19 +254,7 @@ def _judge_elsewhere(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Seque
     if quadratic.decay is not None:
         decayed = [float(quadratic.decay.slope(own)) for own in vectors]
         slopes = slopes + torch.tensor(decayed, dtype=torch.float64, device="cpu")
-    return _judge(held_out, slopes, factors, quadratic, vectors)
-
-
-def _judge(
-    objective: Objective, slopes: Tensor, factors: Tensor, quadratic: AnyQuadratic, vectors: Sequence[Vector]
-) -> Judge:
-    """The judge of vectors p_j whose U p_j are the rows of `factors`."""
-    products = (factors @ factors.T).cpu()
-    if quadratic.decay is not None:  # p_i^T W p_j
-        own = torch.stack([vector.flat for vector in vectors]).double()
-        weighted = torch.stack([quadratic.decay.times(vector).flat for vector in vectors]).double()
-        products = products + (own @ weighted.T).cpu()
-    return Judge(objective, float(objective.loss), slopes, products)
+    return slopes, factors
 
 
 def _best_of(judge: Judge, vectors: Sequence[Vector], lengths: Sequence[float]) -> tuple[Vector, Length, int]:

@@ -84,7 +84,7 @@ class WithProducts(_ByIteration):
 
     def _transposed(self, x: Tensor) -> Vector:
         """D Z^T x with D = lambda / (lambda + W)."""
-        vector, decay = self.quadratic.space.pack(self._rows.rmatvec(x)), self.quadratic.decay
+        vector, decay = self._rows.rmatvec(x), self.quadratic.decay
         return vector if decay is None else decay.scaled(vector, self.damping)
 
 
