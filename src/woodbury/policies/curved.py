@@ -97,17 +97,15 @@ class Ladder:
         """Every rung but the dropped last ones, as far as its system could be solved, and those of some depth."""
         if not 0 < self.trace < math.inf:
             return []
-        wanted = search.rungs[: len(search.rungs) - dropped]
+        quadratic, wanted = self.quadratic, search.rungs[: len(search.rungs) - dropped]
+        deep = search.deep if depth and quadratic.plan.dtype == torch.float64 else None
+        if not quadratic.is_plain or quadratic.gradient is not None:  # then g is not U^T e
+            deep = None
+        if deep is not None:
+            wanted = (*wanted, deep)
         solved = [self.rung(relative * self.trace) for relative in wanted]
         rungs = [rung for rung in solved if rung is not None]
-        quadratic = self.quadratic
-        if not depth or search.deep is None or quadratic.plan.dtype != torch.float64:
-            return rungs
-        if not quadratic.is_plain or quadratic.gradient is not None:  # then g is not U^T e
-            return rungs
-        deep = self.rung(search.deep * self.trace)
-        rungs += [] if deep is None else [deep]
-        if rungs and depth > 1:
+        if deep is not None and depth > 1 and rungs:
             rungs.append(self._deepened(rungs[-1], 2 ** (depth - 2)))
         return rungs
 
@@ -118,7 +116,6 @@ class Ladder:
         known by its image: the residual -g - B p = Z^T w / D, and Z q of the direction q.
         """
         quadratic, damped, image = self.quadratic, self.at(rung.damping), rung.image
-        divisor = float(quadratic.divisor)
         w, q_image, before = quadratic.pull - image, torch.zeros_like(image), math.inf
         q = p = rung.vector
         for iteration in range(iterations):
@@ -133,8 +130,8 @@ class Ladder:
                 break
             step = slope / curved
             p, image, w = p.plus(q, step), image + step * q_image, w - step * q_image
-        predicted = float(torch.dot(torch.add(quadratic.pull, image, alpha=-0.5), image)) / divisor
-        return Rung(rung.damping, p, predicted, image)
+        predicted = float(torch.dot(torch.add(quadratic.pull, image, alpha=-0.5), image))
+        return Rung(rung.damping, p, predicted / float(quadratic.divisor), image)
 
 
 @dataclass
