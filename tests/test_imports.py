@@ -23,7 +23,7 @@ ROOMS = [
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes"]],
     "parallel": [["group"]],
-    "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
+    "least_squares": [["trust_region", "residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems"], ["data"], ["laplace"]],
@@ -59,8 +59,7 @@ FLOORS = {
     "policies": [
         ["damping", "guard", "search"],
         ["plain", "proposal"],
-        ["damped_step", "ladder"],
-        ["curved"],
+        ["damped_step", "curved"],
     ],
     "optim": [
         ["info", "transaction", "settings", "shards", "faults"],

@@ -26,8 +26,8 @@ from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
 from woodbury.policies import curved
-from woodbury.policies.curved import Choice, Memory, Path
-from woodbury.policies.search import CORRECTIONS, Length, find_length
+from woodbury.policies.curved import CORRECTIONS, Choice, Memory, Path
+from woodbury.policies.search import Length, find_length
 
 NOT_IN_THE_ROWS = ("counts-by-rate",)  # part of the gradient
 # so mild that p keeps ten digits

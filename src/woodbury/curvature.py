@@ -119,7 +119,7 @@ class EmpiricalFisher(Curvature):
         with torch.enable_grad():
             point = outputs.detach().requires_grad_()
             (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point)  # r_i / n
-        inner = (slope * image).flatten(1).sum(1) if slope.dim() > 1 else slope * image
+        inner = (slope * image).reshape(len(outputs), -1).sum(1)
         return (1 if is_sum(loss) else len(outputs)) * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
 
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import Batch
-from woodbury._vector import Parts, norm
+from woodbury._vector import Parts, Space, Vector, norm
 from woodbury.device.scalars import Scalar
 from woodbury.losses.factors import Factor
 
@@ -56,8 +56,8 @@ class FactorProducts:
         self, outputs: Tensor, parameters: Mapping[str, Tensor], factor: Factor, blocks: Sequence[Sequence[str]]
     ) -> None:
         """outputs (n, m) are attached to the graph."""
-        self._outputs = outputs
-        self._factor = factor
+        self._outputs, self._factor, self._space = outputs, factor, Space.of(parameters)
+        self.row_count = factor.e.numel()
         self.blocks = [{name: parameters[name] for name in block} for block in blocks]
         self._jacobian = jacobian_products(outputs, parameters)
 
@@ -66,13 +66,13 @@ class FactorProducts:
         images = [self._jacobian({name: vector[name] for name in block}) for block in self.blocks]
         return torch.stack([self._factor.rmatvec(image).flatten() for image in images])
 
-    def rmatvec(self, coefficients: Tensor) -> Parts:
-        """Z_b^T c_b = J_b^T (S c_b) for coefficients (b, n k), over all parameters."""
+    def rmatvec(self, coefficients: Tensor) -> Vector:
+        """Z_b^T c_b = J_b^T (S c_b) over all parameters for coefficients (b, n k), or (n k,) for every block."""
         result: Parts = {}
-        for block, own in zip(self.blocks, coefficients, strict=True):
+        for block, own in zip(self.blocks, coefficients.expand(len(self.blocks), -1), strict=True):
             weights = self._factor.matvec(own.view(len(self._outputs), -1))
             result |= transposed_jacobian_product(self._outputs, block, weights)
-        return result
+        return self._space.pack(result)
 
 
 def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None) -> Tensor:

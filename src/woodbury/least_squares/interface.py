@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from woodbury._choice import check_number, check_whole_number
-from woodbury.least_squares import arguments
-from woodbury.least_squares.minimize import Fits, Problem, gradient, minimize
-from woodbury.least_squares.residuals import Loss, Residuals
+from woodbury.least_squares.minimize import Bounds, Fits, Problem, gradient, minimize
+from woodbury.least_squares.residuals import Loss, Residuals, place
 
 MESSAGES = {
     -1: "The Jacobian is not finite.",
@@ -106,22 +106,93 @@ def least_squares(
             check_number(name, tolerance)
     if max_nfev is not None:
         check_whole_number("max_nfev", max_nfev, least=1)
-    x, shape = arguments.starting_points(start, batched)
-    start_shape = (len(x), *shape) if batched else shape
-    residuals = Residuals(function, args, shape, batched, x)
+    x, shape = _starting_points(start, batched)
+    residuals = Residuals(function, args, shape[1:] if batched else shape, batched, x)
     problem = Problem(
         residuals,
         Loss(loss, f_scale),
-        arguments.limits(bounds, x, shape, batched),
-        arguments.diagonal(x_scale, x, shape, batched),
+        _limits(bounds, x, shape),
+        _diagonal(x_scale, x, shape),
         ftol=residuals.epsilon ** (4 / 3) if ftol is None else ftol,
         xtol=4 * residuals.epsilon if xtol is None else xtol,
         gtol=0.0 if gtol is None else gtol,
         max_nfev=max(1000, 100 * (x.shape[1] + 1)) if max_nfev is None else max_nfev,
-        callback=None if callback is None else lambda x: callback(x.to(residuals.dtype).reshape(start_shape)),
+        callback=None if callback is None else lambda x: callback(x.to(residuals.dtype).reshape(shape)),
     )
     with torch.no_grad():
         return _result(problem, minimize(problem, x.double(), *residuals.begin(x)))
+
+
+# -- the arguments, checked: an error names the argument, the place in it and a way out
+
+
+def _starting_points(start: Any, batched: bool) -> tuple[Tensor, torch.Size]:
+    """The starts (b, p), and the shape in which they were given."""
+    try:
+        plain = isinstance(start, list | tuple | int | float)
+        x = start if isinstance(start, Tensor) else torch.as_tensor(start, dtype=torch.float64 if plain else None)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"start must be a tensor, an array or a list of numbers: {error}") from None
+    x = x.detach()
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:
+        x = x.double()
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"start must be float32 or float64, got {x.dtype}; convert it with start.double()")
+    if batched and x.dim() == 0:
+        raise ValueError("with batched=True, start must have the starts along its first axis, got one number")
+    if x.numel() == 0:
+        raise ValueError(f"start holds no parameters: its shape is {tuple(x.shape)}")
+    if not torch.isfinite(x).all():
+        raise ValueError(f"start{place(~torch.isfinite(x), x.shape)} is not finite")
+    return x.reshape(len(x) if batched else 1, -1).clone(), x.shape
+
+
+def _for_each(name: str, value: Any, x: Tensor, shape: torch.Size) -> Tensor:
+    """A number, or one for each parameter, as (b, p) of float64, rounded to the type of x."""
+    try:
+        numbers = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        return numbers.broadcast_to(shape).reshape(x.shape).double()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{name} must be a number or numbers of the shape {tuple(shape)} of start, got {value!r}"
+        ) from None
+
+
+def _limits(bounds: Any, x: Tensor, shape: torch.Size) -> Bounds | None:
+    if bounds is None:
+        return None
+    try:
+        low, high = bounds
+    except (TypeError, ValueError):
+        raise ValueError(f"bounds must be a pair (lower, upper), got {bounds!r}") from None
+    lower = _for_each("the lower bound", -math.inf if low is None else low, x, shape)
+    upper = _for_each("the upper bound", math.inf if high is None else high, x, shape)
+    if not (lower < upper).all():
+        raise ValueError(
+            f"the lower bound{place(~(lower < upper), shape)} is not below the upper one; to hold a "
+            f"parameter fixed, leave it out of start"
+        )
+    outside = ~((lower <= x) & (x <= upper))
+    if outside.any():
+        low, value, high = (side[outside][0].item() for side in (lower, x, upper))
+        raise ValueError(
+            f"start{place(outside, shape)} = {value:g} is outside its bounds {low:g} to {high:g}; start "
+            f"inside them, for example from start.clamp(lower, upper)"
+        )
+    return Bounds(lower, upper)
+
+
+def _diagonal(x_scale: Any, x: Tensor, shape: torch.Size) -> Tensor | None:
+    """D = 1 / x_scale (b, p); None for "jac"."""
+    if isinstance(x_scale, str):
+        if x_scale == "jac":
+            return None
+        raise ValueError(f'x_scale must be "jac" or positive numbers, got {x_scale!r}')
+    scales = _for_each("x_scale", x_scale, x, shape)
+    wrong = ~((scales > 0) & torch.isfinite(scales))
+    if wrong.any():
+        raise ValueError(f"x_scale{place(wrong, shape)} is not a positive number")
+    return 1 / scales
 
 
 def _result(problem: Problem, ends: Fits) -> LeastSquaresResult:

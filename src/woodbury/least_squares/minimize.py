@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from woodbury.least_squares import trust_region
-from woodbury.least_squares.arguments import Bounds
 from woodbury.least_squares.residuals import Loss, Residuals
 
 FACTOR = 100.0  # the first radius, relative to |D x|: MINPACK's
@@ -36,6 +35,16 @@ ACCEPTED = 1e-4  # a step whose ratio is at least this is taken: MINPACK's
 CURVED = 0.1  # S is used once the ratio of a step judged by gradients is this far from 1
 ORTHOGONAL = 1e-3  # |r.p| / sum |r_i p_i| below which r says nothing about p: rounding errors would
 RUNNING = 99  # the status of a fit that is not finished
+
+
+class Bounds(NamedTuple):
+    """The lower and upper bounds of every fit, (b, p)."""
+
+    lower: Tensor
+    upper: Tensor
+
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lower[rows], self.upper[rows]
 
 
 class Problem(NamedTuple):

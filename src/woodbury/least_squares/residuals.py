@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from woodbury._choice import check_number, part_named
-from woodbury.least_squares.arguments import place
 
 _FEW = 10_000  # b m^2: up to here reverse mode is the quicker one, whatever the number of parameters
 _SMALLEST, _LARGEST = 1e-75, 1e75  # of residuals and derivatives: squares of their squares are numbers
+
+
+def place(wrong: Tensor, shape: Sequence[int]) -> str:
+    """The first place where wrong is true, as an index into entries of this shape."""
+    index = wrong.reshape(shape).nonzero()[0].tolist()
+    return str(index) if index else ""
 
 
 def _shared_out(value: Any, device: torch.device) -> Any:
@@ -80,23 +85,21 @@ class Residuals:
         """f and J at the start; raises an error that says where they cannot be used."""
         rows = torch.arange(len(x), device=x.device)
         f, J = self(x, rows), self.jacobian(x, rows)
+        fits = (len(x),) if self.batched else ()
+        of_outputs, of_parameters = (*fits, *self.output_shape), (*fits, *self.shape)
         wrong_f, wrong_x = ~torch.isfinite(f), ~torch.isfinite(J).all(1)
-        for name, wrong, shape in (
-            ("residual", wrong_f, self.output_shape),
-            ("the derivative in parameter", wrong_x, self.shape),
-        ):
+        parameter = "the derivative in parameter"
+        for name, wrong, shape in (("residual", wrong_f, of_outputs), (parameter, wrong_x, of_parameters)):
             if wrong.any():
-                where = place(wrong, shape, self.batched)
                 advice = "start elsewhere, or find the operation in function that gives it"
-                raise ValueError(f"{name}{where} is not finite at the start; {advice}")
-        largest_f, largest_x = f.abs().amax(-1, keepdim=True), J.abs().amax(1)
-        for name, sizes, shape in (("residuals", largest_f, torch.Size()), ("derivatives", largest_x, self.shape)):
+                raise ValueError(f"{name}{place(wrong, shape)} is not finite at the start; {advice}")
+        largest_f, largest_x = f.abs().amax(-1), J.abs().amax(1)
+        for name, sizes, shape in (("residuals", largest_f, fits), ("derivatives", largest_x, of_parameters)):
             wrong = (sizes > 0) & ~((sizes > _SMALLEST) & (sizes < _LARGEST))
             if wrong.any():
-                where = place(wrong, shape, self.batched)
                 raise ValueError(
-                    f"the {name}{where} are of the size {sizes[wrong][0].item():.0e}, whose square is no number: "
-                    "take another unit for them"
+                    f"the {name}{place(wrong, shape)} are of the size {sizes[wrong][0].item():.0e}, whose square "
+                    "is no number: take another unit for them"
                 )
         return f, J
 

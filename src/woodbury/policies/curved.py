@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,29 +18,22 @@ from woodbury import _random
 from woodbury._vector import Vector, weighted_sum
 from woodbury.device.scalars import Scalar, as_number
 from woodbury.linalg import minimize_nonnegative
-from woodbury.policies.ladder import Ladder, Rung
 from woodbury.policies.proposal import AnyQuadratic, Policy, Proposal
-from woodbury.policies.search import (
-    CORRECTIONS,
-    DULL,
-    HOPELESS,
-    LEAST_GAIN,
-    LENGTHS_OF_ONE_RUNG,
-    LONGEST,
-    STAY,
-    CurvedSearch,
-    Length,
-    find_length,
-)
+from woodbury.policies.search import LONGEST, STAY, CurvedSearch, Length, find_length
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.objective import Objective, OnPieces, on_samples
 from woodbury.quadratic.quadratic import Damped, Minimizer
 
+HOPELESS = 2.0**-12  # a length that leaves out the smallest rung
+DULL, LEAST_GAIN = 3, 0.01  # steps in a row that each gain less than this of the loss: the search is stuck
+LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone then
+CORRECTIONS = 2  # of a point, at most
 OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
 KEPT = 0.7  # of the decrease that the quadratic model promised: deeper from here on (half a step gives 3/4),
 LOST = 0.4  # back below this (a quarter of a step gives 7/16)
 DEEPEST = 5
 ENOUGH = 0.95  # of the promised decrease: no corrections
+REFINED = 1e-8  # of the trace: dampings below it are refined, larger ones have eight digits without it
 RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
 
 
@@ -67,6 +60,78 @@ class Memory:
         depth = self.depth + (kept >= KEPT) - (kept < LOST)
         depth = 0 if search.deep is None or dropped else min(max(depth, 0), DEEPEST)
         return Memory(length or 1.0, 0 if gained else self.dull + 1, dropped, depth=depth)
+
+
+class Rung(NamedTuple):
+    """p of one damping."""
+
+    damping: float
+    vector: Vector
+    predicted: float  # m(0) - m(p) on the batch
+    image: Tensor  # Z p
+
+
+@dataclass
+class Ladder:
+    """The damped models of one quadratic model: each is factored once, and gives p and the bends."""
+
+    quadratic: AnyQuadratic
+    trace: float  # of K
+    _damped: dict[float, Damped] = field(default_factory=dict)
+
+    def at(self, damping: float) -> Damped:
+        if damping not in self._damped:
+            self._damped[damping] = self.quadratic.at(damping, refine=damping < REFINED * self.trace)
+        return self._damped[damping]
+
+    def rung(self, damping: float) -> Rung | None:
+        """p of a damping, None where it cannot be had."""
+        found = self.at(damping).minimizer()
+        if not (found.usable and math.isfinite(float(found.squared_norm))):
+            return None
+        p = found.displacement.dense()
+        image = self.quadratic.image(p) if found.image is None else found.image
+        return Rung(damping, p, float(found.predicted), image)
+
+    def rungs(self, search: CurvedSearch, dropped: int, depth: int) -> list[Rung]:
+        """Every rung but the dropped last ones, as far as its system could be solved, and those of some depth."""
+        if not 0 < self.trace < math.inf:
+            return []
+        quadratic, wanted = self.quadratic, search.rungs[: len(search.rungs) - dropped]
+        deep = search.deep if depth and quadratic.plan.dtype == torch.float64 else None
+        if not quadratic.is_plain or quadratic.gradient is not None:  # then g is not U^T e
+            deep = None
+        if deep is not None:
+            wanted = (*wanted, deep)
+        solved = [self.rung(relative * self.trace) for relative in wanted]
+        rungs = [rung for rung in solved if rung is not None]
+        if deep is not None and depth > 1 and rungs:
+            rungs.append(self._deepened(rungs[-1], 2 ** (depth - 2)))
+        return rungs
+
+    def _deepened(self, rung: Rung, iterations: int) -> Rung:
+        """A rung of less damping than can be factored: conjugate gradients on B p = -g, from a rung's p on.
+
+        They are preconditioned by (B + lambda D)^{-1}, whose factor is there. With Z = sqrt(D) U all but p is
+        known by its image: the residual -g - B p = Z^T w / D, and Z q of the direction q.
+        """
+        quadratic, damped, image = self.quadratic, self.at(rung.damping), rung.image
+        w, q_image, before = quadratic.pull - image, torch.zeros_like(image), math.inf
+        q = p = rung.vector
+        for iteration in range(iterations):
+            z = damped.pull_back(w, refine=False)
+            z_image = quadratic.image(z)
+            slope = float(torch.dot(w, z_image))
+            q = z if iteration == 0 else z.plus(q, slope / before)
+            q_image = z_image + slope / before * q_image
+            before = slope
+            curved = float(torch.dot(q_image, q_image))
+            if not (slope > 0 and 0 < curved < math.inf):
+                break
+            step = slope / curved
+            p, image, w = p.plus(q, step), image + step * q_image, w - step * q_image
+        predicted = float(torch.dot(torch.add(quadratic.pull, image, alpha=-0.5), image))
+        return Rung(rung.damping, p, predicted / float(quadratic.divisor), image)
 
 
 @dataclass
@@ -151,7 +216,7 @@ class SearchedStep(Policy):
             nothing = quadratic.space.zeros(next(iter(quadratic.plan.parameters.values())))
             choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1, device="cpu"))
             return _proposal(quadratic, objective, choice, math.nan, 0.0, memory)
-        judge = self._judge_of(quadratic, objective, rungs)
+        judge = _judge_of(quadratic, objective, rungs)
         combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
         layer = None if remembered else self._best_layer(quadratic, ladder.trace, judge)
         if layer is not None:
@@ -199,18 +264,6 @@ class SearchedStep(Policy):
             return Choice(path.at(length.length, length.bent), length, combined)
         return Choice(*path.beyond(length, judge, judge.predicted(combined)), combined)
 
-    def _judge_of(self, quadratic: AnyQuadratic, objective: Objective, rungs: Sequence[Rung]) -> Judge:
-        """The quadratic model along the rungs, on the samples that judge the step."""
-        vectors = [rung.vector for rung in rungs]
-        if quadratic.held_out is not None:
-            inputs, targets = quadratic.held_out
-            held_out = on_samples(objective.passes, inputs, targets, quadratic.decay)
-            return _judge_elsewhere(quadratic, held_out, vectors)
-        images = torch.stack([rung.image for rung in rungs])
-        slopes = torch.tensor(quadratic.slopes(vectors, images), dtype=torch.float64, device="cpu")
-        factors = images[:, : quadratic.curvature_rows].double() / float(quadratic.divisor) ** 0.5
-        return _judge(objective, slopes, factors, quadratic, vectors)
-
     def _is_out_of_scale(self, quadratic: AnyQuadratic) -> bool:
         """Whether the residuals are far larger than what the parameters produce: |e| > 30 |S^T J theta|.
 
@@ -242,8 +295,26 @@ class SearchedStep(Policy):
         return (best, length) if length.decrease >= 0.5 * abs(judge.loss) else None
 
 
-def _judge_elsewhere(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Sequence[Vector]) -> Judge:
-    """The quadratic model along vectors on other samples, by pushing them forward there."""
+def _judge_of(quadratic: AnyQuadratic, objective: Objective, rungs: Sequence[Rung]) -> Judge:
+    """The quadratic model along the rungs, on the samples that judge the step."""
+    vectors = [rung.vector for rung in rungs]
+    if quadratic.held_out is None:
+        images = torch.stack([rung.image for rung in rungs])
+        slopes = torch.tensor(quadratic.slopes(vectors, images), dtype=torch.float64, device="cpu")
+        factors = images[:, : quadratic.curvature_rows].double() / float(quadratic.divisor) ** 0.5
+    else:
+        objective = on_samples(objective.passes, *quadratic.held_out, quadratic.decay)
+        slopes, factors = _push_forward(quadratic, objective, vectors)
+    products = (factors @ factors.T).cpu()
+    if quadratic.decay is not None:  # p_i^T W p_j
+        own = torch.stack([vector.flat for vector in vectors]).double()
+        weighted = torch.stack([quadratic.decay.times(vector).flat for vector in vectors]).double()
+        products = products + (own @ weighted.T).cpu()
+    return Judge(objective, float(objective.loss), slopes, products)
+
+
+def _push_forward(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Sequence[Vector]) -> tuple[Tensor, Tensor]:
+    """(g + W theta) . p_j on other samples, and U p_j as the rows of a matrix."""
     passes, (piece,), term_count = held_out.passes, held_out.pieces, float(held_out.term_count)
     with _random.replayed(held_out.random):
         images = piece.capture.push_forward([own.parts for own in vectors])  # (k, n, C)
@@ -255,19 +326,7 @@ def _judge_elsewhere(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Seque
     if quadratic.decay is not None:
         decayed = [float(quadratic.decay.slope(own)) for own in vectors]
         slopes = slopes + torch.tensor(decayed, dtype=torch.float64, device="cpu")
-    return _judge(held_out, slopes, factors, quadratic, vectors)
-
-
-def _judge(
-    objective: Objective, slopes: Tensor, factors: Tensor, quadratic: AnyQuadratic, vectors: Sequence[Vector]
-) -> Judge:
-    """The judge of vectors p_j whose U p_j are the rows of `factors`."""
-    products = (factors @ factors.T).cpu()
-    if quadratic.decay is not None:  # p_i^T W p_j
-        own = torch.stack([vector.flat for vector in vectors]).double()
-        weighted = torch.stack([quadratic.decay.times(vector).flat for vector in vectors]).double()
-        products = products + (own @ weighted.T).cpu()
-    return Judge(objective, float(objective.loss), slopes, products)
+    return slopes, factors
 
 
 def _best_of(judge: Judge, vectors: Sequence[Vector], lengths: Sequence[float]) -> tuple[Vector, Length, int]:

@@ -14,10 +14,6 @@ from typing import NamedTuple
 from woodbury._choice import check_number
 
 LONGEST, SHORTEST = 2.0, 2.0**-20  # lengths alpha
-HOPELESS = 2.0**-12  # one that leaves out the smallest rung
-DULL, LEAST_GAIN = 3, 0.01  # steps in a row that each gain less than this of the loss: the search is stuck
-LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone then
-CORRECTIONS = 2  # of a point, at most
 MOST_RUNGS = 12  # all their subsets are tried
 
 

@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch
 from woodbury._choice import check_number, check_whole_number
+from woodbury.layers.forms import windows
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.posterior.data import TrainingData
@@ -232,9 +233,7 @@ def posterior(
 def _parts(inputs: Any, numbers_per_sample: int) -> Iterator[tuple[Any, slice]]:
     """Samples in parts for which the matrix with the training data fits, each with its place."""
     count = _batch.sample_count(inputs)
-    length = max(1, min(count, _NUMBERS_AT_ONCE // max(1, numbers_per_sample)))
-    for start in range(0, count, length):
-        window = slice(start, start + length)
+    for window in windows(count, _NUMBERS_AT_ONCE // max(1, numbers_per_sample)):
         yield _batch.part(inputs, window, count), window
 
 

@@ -38,8 +38,8 @@ class _ByIteration(Damped):
         if found.usable is not False:
             return doubt_of_cancellation(self, found, self._tolerance)
         return (
-            f"conjugate gradients did not reach a relative residual of {self._tolerance:.2g}: the step is rejected. "
-            "A larger solver_tolerance, a larger damping or solver='cholesky' avoids this"
+            f"conjugate gradients did not reach a relative residual of {self._tolerance:.2g}: the step is "
+            "rejected. A larger solver_tolerance, a larger damping or solver='cholesky' avoids this"
         )
 
 
@@ -84,7 +84,7 @@ class WithProducts(_ByIteration):
 
     def _transposed(self, x: Tensor) -> Vector:
         """D Z^T x with D = lambda / (lambda + W)."""
-        vector, decay = self.quadratic.space.pack(self._rows.rmatvec(x)), self.quadratic.decay
+        vector, decay = self._rows.rmatvec(x), self.quadratic.decay
         return vector if decay is None else decay.scaled(vector, self.damping)
 
 

@@ -158,31 +158,25 @@ class JointRows(Rows):
         return columns
 
     def _factor_forms(self, name: str) -> list[RowForm]:
-        """The factor rows of each process in one layer."""
-        tensors = self._head[name].tensors if name in self._head else []
+        """The factor rows of each process in one layer; their tensors are exchanged as bytes."""
+        sent = [torch.empty(0, dtype=torch.uint8, device=self.plan.device)]
+        for tensor in self._head[name].tensors if name in self._head else []:
+            whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+            sent.append(whole.view(-1).view(torch.uint8))
         entries = [shard.skeletons.get(name) for shard in self._shards]
-        received: dict[torch.dtype, list[Tensor]] = {}
-        for dtype in dict.fromkeys(dtype for entry in entries if entry for _, dtype in entry[1]):
-            parts = [tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype]
-            empty = torch.empty(0, dtype=dtype, device=self.plan.device)
-            lengths = [
-                sum(shape.numel() for shape, kind in (entry[1] if entry else ()) if kind == dtype)
-                for entry in entries
-            ]
-            received[dtype] = self._group.gather(torch.cat(parts) if parts else empty, lengths)
+        sizes = [
+            [shape.numel() * dtype.itemsize for shape, dtype in entry[1]] if entry else [] for entry in entries
+        ]
+        received = self._group.gather(torch.cat(sent), list(map(sum, sizes)))
         forms: list[RowForm] = []
         for rank, entry in enumerate(entries):
-            if entry is None:
-                continue
-            if rank == self._group.rank:
+            if rank == self._group.rank and entry is not None:
                 forms.append(self._head[name].form)
-                continue
-            used, parts = dict.fromkeys(received, 0), []
-            for shape, dtype in entry[1]:
-                start = used[dtype]
-                used[dtype] = start + shape.numel()
-                parts.append(received[dtype][rank][start : used[dtype]].view(shape))
-            forms.append(Assembler(entry[0], parts, self.plan.model).load())
+            elif entry is not None:
+                pieces = zip(received[rank].split(sizes[rank]), entry[1], strict=True)
+                # each in memory of its own, where numbers of its type may lie
+                tensors = [piece.clone().view(dtype).view(shape) for piece, (shape, dtype) in pieces]
+                forms.append(Assembler(entry[0], tensors, self.plan.model).load())
         return forms
 
     def gram(self, other: Rows | None = None, scales: Scales = None, dtype: Dtype = None) -> Tensor:

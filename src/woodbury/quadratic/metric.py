@@ -172,8 +172,7 @@ class AdamMetric(Metric):
         lengths = _lengths(moments.space, device)
         means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True)
         shares = _shares(moments.space, plan.space, plan.dtype, device)
-        tiny = torch.finfo(plan.dtype).tiny
-        divisors = torch.where(shares > 0, torch.dot(means, shares), means).clamp_min(tiny)
+        divisors = shares.mv(means).clamp_min(torch.finfo(plan.dtype).tiny)
         relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)
         parts = iter(relative.add_(SMALLEST).pow_(-0.5 * POWER).split(moments.space.sizes))  # s = D^{-1/2}
         factors: dict[str, tuple[Tensor, ...]] = {}
@@ -196,10 +195,12 @@ def _lengths(moments: Space, device: torch.device) -> Tensor:
 
 @constant_tensor
 def _shares(moments: Space, parameters: Space, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For each part of the moments the share of its parameter in all of them, 0 for columns."""
+    """Times the means of all parts of the moments: the mean of v; for columns that of their own matrix."""
     sizes = {name: shape.numel() / parameters.size for name, shape in parameters.shapes.items()}
     sizes |= {f"{name}.rows": share for name, share in sizes.items() if name not in moments.shapes}
-    return torch.tensor([sizes.get(name, 0.0) for name in moments.shapes], dtype=dtype, device="cpu").to(device)
+    shares = torch.tensor([sizes.get(name, 0.0) for name in moments.shapes], dtype=dtype, device="cpu")
+    alone = torch.eye(len(shares), dtype=dtype, device="cpu")
+    return torch.where(shares.unsqueeze(1) > 0, shares, alone).to(device)
 
 
 class DiagonalMetric(Metric):

@@ -120,14 +120,4 @@ def over_loader(
     term_count = 1.0 if passes.is_sum else check_term_count(passes.sum(term_count), "full=")
     loss = check_loss(passes.sum(scalar(total)) / term_count)
     gradient = passes.group.sum_vector(gradient) / term_count
-    return OverLoader(
-        passes,
-        loss,
-        decay=decay,
-        random=random,
-        batches=batches,
-        total=total,
-        term_count=term_count,
-        gradient=gradient,
-        samples=sample_count,
-    )
+    return OverLoader(passes, loss, decay, random, batches, total, term_count, gradient, sample_count)

@@ -59,13 +59,10 @@ class InParameterSpace(Damped):
         parts = []
         for lower, entries in zip(self._lowers, self._by_block(force), strict=True):
             parts.append(solve_factored(lower, entries.to(lower.dtype)))
-        if refine and len(parts) == 1:
-            return self._refined(parts[0], force)
-        return self._joined(parts, force), None
-
-    def _refined(self, p: Tensor, force: Vector) -> tuple[Vector, Tensor]:
-        """p after one step of iterative refinement with U^T (U p), as in sample space, and Z p."""
-        rows, dtype = self.quadratic.all_rows, force.flat.dtype
+        if not refine or len(parts) > 1:
+            return self._joined(parts, force), None
+        # one step of iterative refinement with U^T (U p), as in sample space
+        rows, dtype, (p,) = self.quadratic.all_rows, force.flat.dtype, parts
         image = rows.matvec(force.of(p.to(dtype)))
         image[self.quadratic.curvature_rows :] = 0  # the rows of samples outside S2
         curved = rows.rmatvec(image / self.quadratic.divisor).flat.to(p.dtype)

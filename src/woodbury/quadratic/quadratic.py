@@ -263,16 +263,11 @@ class Quadratic(Problem):
     def all_of_gradient(self) -> Vector:
         """g = Z^T (e / M, 1 / M) + gradient."""
         if self._complete is None:
-            rows = self.rows
-            if isinstance(rows, Rows):
-                complete = rows.rmatvec(self._row_weights(rows.row_count) / self.term_count)
-            else:
-                blocks = self.factor_weights.expand(len(rows.blocks), -1)
-                complete = self.space.pack(rows.rmatvec(blocks / self.term_count))
+            complete = self.rows.rmatvec(self._row_weights(self.rows.row_count) / self.term_count)
             if self.gradient is not None:
                 complete = complete + self.gradient
             # rows are those of all processes; products are those of this one
-            self._complete = complete if isinstance(rows, Rows) else self.group.sum_vector(complete)
+            self._complete = complete if isinstance(self.rows, Rows) else self.group.sum_vector(complete)
         return self._complete
 
     def slope(self) -> Vector:

@@ -13,39 +13,27 @@ float32 accurate at small damping. Momentum, weight decay and a gradient given f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from woodbury import linalg
 from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, Truth, compute, is_known, scalar
-from woodbury.linalg import (
-    SampleSpaceStep,
-    Solution,
-    factor_cholesky,
-    plus_diagonal,
-    quadratic_form,
-    quadratic_form_error,
-    reciprocal_condition,
-    solve_factored,
-    solve_in_sample_space,
-    sum_of_squares,
-)
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.quadratic import Damped, Minimizer
+from woodbury.row_matrix import SmallSolver
 
 
 def solve_through_rows(
-    damped: Damped, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution], form: bool
-) -> tuple[Displacement, SampleSpaceStep]:
+    damped: Damped, gram: Tensor, solve: SmallSolver, form: bool
+) -> tuple[Displacement, linalg.SampleSpaceStep]:
     """p0 + D Z^T c with D = lambda / (lambda + W), formed unless both p0 and W are zero; and c."""
     quadratic, base, rows, projected = damped.quadratic, damped.base, damped.quadratic.all_rows, None
     if base is not None:
         projected = quadratic.blocks.join(rows.layer_matvec(base))
         if projected.shape[-1] > quadratic.curvature_rows:
             projected = projected[..., : quadratic.curvature_rows]
-    step = solve_in_sample_space(
+    step = linalg.solve_in_sample_space(
         gram,
         quadratic.curvature_rows,
         divisor=quadratic.divisor,
@@ -75,7 +63,7 @@ class InSampleSpace(Damped):
         if self.refine and self.base is None and quadratic.is_plain:  # all of -g is in the factor rows
             p = self.pull_back(quadratic.pull)
             image = quadratic.image(p)
-            return minimizer_of(self, p, sum_of_squares(image) / quadratic.divisor, self._ok, image)
+            return minimizer_of(self, p, linalg.sum_of_squares(image) / quadratic.divisor, self._ok, image)
         # p itself where all that is cheaper with it: then K is needed on the factor rows alone
         plain_chain = self.base is None and quadratic.pieces[0].capture.chain is not None
         form = rows.joint or (plain_chain and rows.forming_pays(quadratic.curvature_rows))
@@ -83,9 +71,10 @@ class InSampleSpace(Damped):
         displacement, step = solve_through_rows(self, gram, self._factor_and_solve, form)
         if self.base is not None:
             return minimizer_of(self, displacement.dense(), step.curvature, step.ok)
-        squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
+        c = step.coefficients
+        squared = displacement.squared_norm() if form else scalar(linalg.quadratic_form(gram, c))
         digits = 1e-6 if gram.dtype == torch.float64 else 0.05  # a bound, and in float32 forming p takes its time
-        if not form and is_known(squared) and squared * digits < quadratic_form_error(gram, step.coefficients):
+        if not form and is_known(squared) and squared * digits < linalg.quadratic_form_error(gram, c):
             # where rows nearly repeat each other, c is large and c^T Z Z^T c small; p itself keeps its digits
             p = displacement.dense()
             squared = scalar(p.dot(p))
@@ -95,14 +84,15 @@ class InSampleSpace(Damped):
         cancels = doubt_of_cancellation(self, found)
         if cancels is not None or not look or self._lower is None:
             return cancels
-        return doubt_of_condition(reciprocal_condition(self._lower), self._lower.dtype)
+        return doubt_of_condition(linalg.reciprocal_condition(self._lower), self._lower.dtype)
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
         # s U^T (U s U^T + lambda I)^{-1} w with s = lambda / (lambda + W)
         quadratic, rows = self.quadratic, self.quadratic.all_rows
         if self._lower is None:
             (shift,) = compute(self.damping * quadratic.divisor)
-            self._lower, self._ok = factor_cholesky(plus_diagonal(quadratic.factor_gram(self.damping), shift))
+            matrix = linalg.plus_diagonal(quadratic.factor_gram(self.damping), shift)
+            self._lower, self._ok = linalg.factor_cholesky(matrix)
         c = self._solve(weights)
         if refine and quadratic.is_plain:  # all of p is Z^T c
             # One step of iterative refinement with the residual from Z (Z^T c), not from the rounded Gram matrix:
@@ -113,16 +103,16 @@ class InSampleSpace(Damped):
         p = quadratic.combine_factor_rows(c)
         return p if quadratic.decay is None else quadratic.decay.scaled(p, self.damping)
 
-    def _factor_and_solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
-        self._lower, self._ok = factor_cholesky(matrix)
-        return Solution(solve_factored(self._lower, rhs), self._ok)
+    def _factor_and_solve(self, matrix: Tensor, rhs: Tensor) -> linalg.Solution:
+        self._lower, self._ok = linalg.factor_cholesky(matrix)
+        return linalg.Solution(linalg.solve_factored(self._lower, rhs), self._ok)
 
     def _solve(self, weights: Tensor) -> Tensor:
         """c with (Z Z^T + D lambda I) c = weights (m,), in the type of the weights; (b, m) for b blocks."""
         assert self._lower is not None
         rhs = weights.to(self._lower.dtype)
         rhs = rhs.expand(self._lower.shape[:-1]) if self._lower.dim() == 3 else rhs
-        return solve_factored(self._lower, rhs).to(weights.dtype)
+        return linalg.solve_factored(self._lower, rhs).to(weights.dtype)
 
 
 def minimizer_of(

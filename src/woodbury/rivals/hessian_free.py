@@ -53,7 +53,7 @@ class _EarlyStopped(Damped):
 
         def product(x: Tensor) -> Tensor:
             p = linear.of(x)
-            curvature = quadratic.space.pack(rows.rmatvec(rows.matvec(p) / quadratic.divisor))  # Z^T (Z p) / D
+            curvature = rows.rmatvec(rows.matvec(p) / quadratic.divisor)  # Z^T (Z p) / D
             image = quadratic.group.sum_vector(curvature).flat.add_(x, alpha=damping)
             return image if quadratic.decay is None else image.add_(quadratic.decay.times(p).flat)
 

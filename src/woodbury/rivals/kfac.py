@@ -60,7 +60,11 @@ class _Kronecker(Damped):
         with group.together():
             sides = {name: self._sides(name, form) for name, form in forms.items()}
         with full_precision():
-            fresh = {name: kronecker_factors(*pair, quadratic.divisor) for name, pair in sides.items()}
+            # h is zero where targets are ignored: D, and not n, is what the mean loss divides by
+            fresh = {
+                name: {"inputs": a.t() @ a / len(a), "grads": h.t() @ h / quadratic.divisor}
+                for name, (a, h) in sides.items()
+            }
             if group.size > 1:
                 share = quadratic.passes.share_of(quadratic.batch.curvature)
                 fresh = {
@@ -183,14 +187,6 @@ class KFAC(SecondOrder):
         check_number("decay", decay, most=BELOW_ONE)
         method = {"curvature": CURVATURES["gauss-newton"], "solver": Kronecker(refresh, decay)}
         super().__init__(model, loss, lr, blocks="layer", momentum=0.0, fallback=None, method=method, **common)
-
-
-def kronecker_factors(inputs: Tensor, grads: Tensor, divisor: Scalar) -> Factors:
-    """A = (1/n) sum a_i a_i^T and G = (1/D) sum_i sum_k h_ik h_ik^T for inputs a = (v, 1) and grads h of a layer.
-
-    D is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
-    """
-    return {"inputs": inputs.t() @ inputs / len(inputs), "grads": grads.t() @ grads / divisor}
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:
