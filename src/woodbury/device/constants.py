@@ -41,7 +41,6 @@ def all_constants() -> list[Tensor]:
 
 @constant_tensor
 def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector of ones."""
     return torch.ones(size, dtype=dtype, device=device)
 
 
@@ -53,11 +52,9 @@ def indices(size: int, device: torch.device) -> Tensor:
 
 @constant_tensor
 def zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The number 0."""
     return torch.zeros((), dtype=dtype, device=device)
 
 
 @constant_tensor
 def identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An identity matrix."""
     return torch.eye(size, dtype=dtype, device=device)

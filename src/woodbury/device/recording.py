@@ -168,8 +168,6 @@ def buffers_like(tree: Any) -> Any:
 
 def overwrite(buffers: Any, values: Any) -> None:
     """Copy values into buffers wherever they are other tensors."""
-    if buffers is values:
-        return
     for buffer, value in zip(pytree.tree_leaves(buffers), pytree.tree_leaves(values), strict=True):
         if buffer is not value:
             buffer.copy_(value)
@@ -183,16 +181,10 @@ def record_graph(run: Callable[[], Any], device: torch.device, pool: Any = None)
         # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             results = run()
-    except BaseException:
-        _clean_up(graph, device)
+    except BaseException:  # torch's allocator and generator still wait for the end of the recording
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(device.index, graph.pool())
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros(1, device=device)  # a recording that succeeds resets the generator
         raise
     return graph, results, constants + all_constants()  # and those that were made meanwhile
-
-
-def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    """Clean up after a failed recording: torch's allocator and generator still wait for its end."""
-    with suppress(Exception):
-        torch._C._cuda_endAllocateToPool(device.index, graph.pool())
-    other = torch.cuda.CUDAGraph()  # a recording that succeeds resets the generator
-    with torch.cuda.graph(other, capture_error_mode="thread_local"):
-        torch.zeros(1, device=device)

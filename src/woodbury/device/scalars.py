@@ -246,21 +246,16 @@ def compute(*values: Any) -> tuple[Any, ...]:
         return values
     uncomputed = [value for value in values if isinstance(value, Number) and value.value is None]
     if uncomputed and torch.cuda.is_available():
-        _compute_by_kernel(uncomputed)
+        source, tensors, constants, operations = _program(uncomputed)
+        few = max(len(tensors), len(uncomputed)) <= _MAX_TENSORS
+        # with no double among them the kernel would compute in their type
+        double = any(tensor.dtype == torch.float64 for tensor in tensors)
+        if operations > 1 and few and double and tensors[0].is_cuda:
+            for number, value in zip(
+                uncomputed, _launch(source, len(uncomputed), tensors, constants), strict=True
+            ):
+                number.value = value
     return tuple(value.tensor() if isinstance(value, Number) else value for value in values)
-
-
-def _compute_by_kernel(results: Sequence[Number]) -> None:
-    """Give these numbers their values by one kernel, where that is possible and pays."""
-    source, tensors, constants, operations = _program(results)
-    if operations < 2 or not tensors or not tensors[0].is_cuda or max(len(tensors), len(results)) > _MAX_TENSORS:
-        return
-    if all(tensor.dtype != torch.float64 for tensor in tensors):  # the kernel would compute in their type
-        return
-    values = _launch(source, len(results), tensors, constants)
-    if values is not None:
-        for number, value in zip(results, values, strict=True):
-            number.value = value
 
 
 def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, float], int]:
@@ -294,13 +289,15 @@ def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, fl
     return source, tensors, constants, len(lines)
 
 
-def _launch(source: str, outputs: int, tensors: Sequence[Tensor], constants: dict[str, float]) -> Any:
-    """The outputs of a kernel of this source, compiled at its first use; None if it cannot be compiled."""
+def _launch(
+    source: str, outputs: int, tensors: Sequence[Tensor], constants: dict[str, float]
+) -> Sequence[Tensor | None]:
+    """The outputs of a kernel of this source, compiled at its first use; each None if it cannot be compiled."""
     global _kernels_work
     key = source, *(tensor.dtype for tensor in tensors), tensors[0].device
     kernel = _kernels.get(key)
     if not _kernels_work or (kernel is None and torch.cuda.is_current_stream_capturing()):  # cannot compile
-        return None
+        return [None] * outputs
     try:
         if kernel is None:
             kernel = torch.cuda.jiterator._create_multi_output_jit_fn(source, outputs, **constants)
@@ -309,7 +306,7 @@ def _launch(source: str, outputs: int, tensors: Sequence[Tensor], constants: dic
         if key in _kernels or isinstance(error, torch.OutOfMemoryError):
             raise
         _kernels_work = False  # no compiler on this machine: torch's operations do the same
-        return None
+        return [None] * outputs
     _kernels[key] = kernel
     return results if outputs > 1 else [results]  # torch returns a single output as it is
 

@@ -251,20 +251,27 @@ class Problems:
 
     def _choose(self, context: Context, request: Request, samples: int) -> Batch:
         """Order the batch so that S2 leads."""
-        inputs, targets, state = request.inputs, request.targets, context.state
-        if request.subset is not None:
-            order, count = _batch.subset_first(request.subset, samples)
-            return _batch.ordered_batch(inputs, targets, samples, order.to(context.device), count)
-        count = self.curvature_count(context, samples)
+        trees = request.inputs, request.targets
+        if request.subset is None:
+            count = self.curvature_count(context, samples)
+            order = self.draw_order(context, samples, count)
+        else:
+            order, count = _batch.subset_first(request.subset, samples, context.device)
+        if order is None:
+            return Batch(*trees, samples, count)
+        return Batch(*(_batch.take(tree, order, samples) for tree in trees), samples, count, order)
+
+    def draw_order(self, context: Context, samples: int, count: int) -> Tensor | None:
+        """A random order of the samples; None for the one they have, where all of them are S2."""
+        state = context.state
         if count == samples:
-            return Batch(inputs, targets, samples, samples)
+            return None
         if self.group.size > 1:  # an order of its own for each process, and the same state for all
             seed, state["generator"] = _random.draw_seed(state["generator"])
             generator = torch.Generator(device="cpu").manual_seed(seed + self.group.rank)
-            order = torch.randperm(samples, generator=generator, device="cpu").to(context.device)
-        else:
-            order, state["generator"] = self.orders.draw(samples, state["generator"], context.device)
-        return _batch.ordered_batch(inputs, targets, samples, order, count)
+            return torch.randperm(samples, generator=generator, device="cpu").to(context.device)
+        order, state["generator"] = self.orders.draw(samples, state["generator"], context.device)
+        return order
 
     def curvature_count(self, context: Context, samples: int) -> int:
         """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""

@@ -50,7 +50,7 @@ class RecordedStep:
             if any(parameter.device != self._device for parameter in self.context.model.parameters()):
                 recordings.give_up()
                 return False
-        order = self._draw()
+        order = self._problems.draw_order(self.context, self._samples, self._curvature_samples)
         if found is None:
             try:
                 found = self._record()
@@ -80,14 +80,6 @@ class RecordedStep:
             return None
         fixed = fingerprint_of(self.context, self._problems, self._plan, self._moving)
         return Key(fixed, (shape, self._curvature_samples))
-
-    def _draw(self) -> Tensor | None:
-        """The order of the samples, drawn anew; None for the order they have."""
-        if self._curvature_samples == self._samples:
-            return None
-        state = self.context.state
-        order, state["generator"] = self._problems.orders.draw(self._samples, state["generator"], self._device)
-        return order
 
     def _record(self) -> Recording:
         """A recording of the step, which computes nothing yet and leaves no numbers behind."""

@@ -104,7 +104,7 @@ def borrow_sample(
     lent = None
     if lender == group.rank:
         first = torch.zeros(1, dtype=torch.long, device=device)
-        lent = tuple(None if tree is None else _batch.take(tree, first, counts[lender]) for tree in batch)
+        lent = tuple(_batch.take(tree, first, counts[lender]) for tree in batch)
     lent = group.gather_objects(lent)[lender]
     return None if counts[group.rank] else lent
 
