@@ -1,7 +1,6 @@
 """Single numbers that never make a step wait: floats on the CPU, `Number`s on any other device.
 
-Both kinds take the ordinary operators; what operators cannot do is here. On the CPU a float costs a fraction of a
-0-dim tensor, and a small step consists of many such numbers. Elsewhere a `Number` stands for a 0-dim tensor and
+Both kinds take the ordinary operators. On the CPU a float costs a fraction of a 0-dim tensor. Elsewhere a `Number`
 stores the operations that lead to it: a step needs about thirty (rho, lambda, whether to move), each as costly to
 launch as a product of matrices, and `compute` does them all in one kernel.
 """
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from woodbury.device.constants import zero
+from woodbury.device.constants import zeros
 
 # operation -> (in C++, on tensors); a truth value is a number, 0 for false
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -315,4 +314,4 @@ def scaled_if(holds: Tensor, values: Tensor, rate: float | Tensor = 1.0) -> Tens
     """rate times the values if `holds` is true, else zeros (also for nan and inf)."""
     scaled = values if isinstance(rate, float) and rate == 1.0 else rate * values
     holds = holds if holds.dtype == torch.bool else holds.bool()
-    return torch.where(holds, scaled, zero(values.dtype, values.device))
+    return torch.where(holds, scaled, zeros((), values.dtype, values.device))

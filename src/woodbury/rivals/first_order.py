@@ -55,7 +55,7 @@ class FirstOrder(torch.optim.Optimizer):
         value.backward()
         super().step()
         absent = math.nan
-        self.last = StepInfo.later(Numbers(loss, absent, absent, absent, absent, True))
+        self.last = StepInfo(Numbers(loss, absent, absent, absent, absent, True))
         return self.last
 
 
