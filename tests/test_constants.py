@@ -4,6 +4,7 @@ import gc
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,14 +94,14 @@ def test_nothing_of_a_model_and_its_optimizer_stays_when_they_are_gone(model, in
 
 
 def test_a_recording_keeps_the_constants_it_reads(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **settings: nullcontext())
     cpu, read = torch.device("cpu"), [constants.ones(9, torch.float32, torch.device("cpu"))]
 
     def run(inputs, targets, rates, state):
         read.append(constants.ones(9, torch.float32, cpu))
-        read.append(constants.indices(11, cpu))  # made while it is recorded
-        return torch.zeros(6), {}
+        read.append(constants.indices(11, torch.long, cpu))  # made while it is recorded
+        return torch.zeros(6)
 
     recorded = recording.Recording(torch.zeros(2), None, [], {}, cpu, torch.float32, run)
     addresses = {tensor.data_ptr() for tensor in read}
@@ -108,6 +109,6 @@ def test_a_recording_keeps_the_constants_it_reads(monkeypatch):
     read.clear()
     for size in range(100, 101 + constants.LIMIT):
         constants.ones(size, torch.float32, cpu)
-        constants.indices(size, cpu)
+        constants.indices(size, torch.long, cpu)
     gc.collect()
-    assert addresses <= {tensor.data_ptr() for tensor in recorded.constants}
+    assert addresses <= {tensor.data_ptr() for tensor in recorded.graph.constants}

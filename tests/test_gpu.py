@@ -16,7 +16,7 @@ from checks import silence, through_a_file, unchanged
 from fuzz.models import Parts
 from woodbury import _random
 from woodbury._vector import flatten
-from woodbury.device import fingerprint, passes, recording, scalars
+from woodbury.device import fingerprint, recording, scalars
 from woodbury.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -567,11 +567,11 @@ def differentiated(model, x):
 @pytest.mark.parametrize("function", [residual, differentiated])
 def test_a_search_with_replayed_passes_takes_the_same_steps(function, monkeypatch):
     replayed = []
-    ordinary_replay = passes._Kind.replay
-    monkeypatch.setattr(passes._Kind, "replay", lambda *a: replayed.append(1) or ordinary_replay(*a))
+    ordinary_replay = recording._Kind.replay
+    monkeypatch.setattr(recording._Kind, "replay", lambda *a: replayed.append(1) or ordinary_replay(*a))
     fit = fitted_equation(function)
     assert replayed
-    monkeypatch.setattr(passes, "_MOST_BYTES", -1)
+    monkeypatch.setattr(recording, "PASSES_WORTH_RECORDING", -1)
     count = len(replayed)
     ordinary = fitted_equation(function)
     assert len(replayed) == count
@@ -580,7 +580,7 @@ def test_a_search_with_replayed_passes_takes_the_same_steps(function, monkeypatc
 
 
 def test_replayed_passes_notice_a_number_that_a_function_reads_and_random_numbers():
-    replays, x = passes.Replays(), torch.ones(3, device="cuda")
+    replays, x = recording.Replays(), torch.ones(3, device="cuda")
     factor = 1.0
 
     def times(x):

@@ -21,7 +21,7 @@ ROOMS = [
     *("logs", "pina", "_deepxde", "deepxde", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
-    "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes"]],
+    "device": [["constants", "fingerprint"], ["recording", "scalars"]],
     "parallel": [["group"]],
     "least_squares": [["trust_region", "residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],

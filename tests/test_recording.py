@@ -12,7 +12,7 @@ import reference
 import woodbury
 from changes import CHANGES, Scaled
 from woodbury.device import recording, scalars
-from woodbury.device.recording import Key, Recordings
+from woodbury.device.recording import Graph, Key, Recordings
 from woodbury.optim import recorded
 from woodbury.optim.problems import Request
 from woodbury.optim.recorded import RecordedStep, fingerprint_of
@@ -30,11 +30,10 @@ def record_graph(run, device):
     """Takes the place of `recording.record_graph`: a replay runs the step again, on the same buffers."""
     numbers = torch.zeros(6, dtype=torch.float64)
 
-    class Graph:
-        def replay(self):
-            numbers.copy_(run())
+    def replay():
+        numbers.copy_(run())
 
-    return Graph(), numbers, ()
+    return Graph(replay, numbers, ())
 
 
 def on_a_device(state, device):

@@ -175,7 +175,7 @@ def take(tree: Any, index: Tensor, samples: int) -> Any:
             return leaf[index]  # the same here, and faster to launch
         return leaf.index_select(0, index)
 
-    return select(tree) if isinstance(tree, Tensor) else _map_leaves(select, tree, samples)
+    return _map_leaves(select, tree, samples)
 
 
 def _check_plain(leaf: Any) -> None:
@@ -195,14 +195,12 @@ _PLAIN = (
 
 def part(tree: Any, window: slice, samples: int) -> Any:
     """The samples of a window, as views where they are tensors."""
-
-    def select(leaf: Any) -> Any:
-        return leaf[window] if has_samples(leaf, samples) else leaf
-
-    return select(tree) if isinstance(tree, Tensor) else _map_leaves(select, tree, samples)
+    return _map_leaves(lambda leaf: leaf[window] if has_samples(leaf, samples) else leaf, tree, samples)
 
 
 def _map_leaves(function: Callable[[Any], Any], tree: Any, samples: int) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
     return pytree.tree_map(function, tree, is_leaf=lambda node: has_samples(node, samples))
 
 
@@ -250,18 +248,12 @@ class Batch:
             return [(self.inputs, self.targets, self.samples)]
         pieces = []
         for window in (slice(0, self.curvature), slice(self.curvature, self.samples)):
-            targets = None if self.targets is None else self.targets[window]
-            pieces.append((part(self.inputs, window, self.samples), targets, window.stop - window.start))
+            inputs, targets = (part(tree, window, self.samples) for tree in (self.inputs, self.targets))
+            pieces.append((inputs, targets, window.stop - window.start))
         return pieces
 
 
-def ordered_batch(inputs: Any, targets: Tensor | None, samples: int, order: Tensor, curvature: int) -> Batch:
-    """The batch with its samples in this order, the first `curvature` of them S2."""
-    targets = None if targets is None else take(targets, order, samples)
-    return Batch(take(inputs, order, samples), targets, samples, curvature, order)
-
-
-def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
+def subset_first(subset: Any, samples: int, device: torch.device) -> tuple[Tensor, int]:
     """An order of the batch with the subset in front, and the size of the subset."""
     try:
         indices = torch.as_tensor(subset, device="cpu")
@@ -276,4 +268,4 @@ def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
         raise ValueError("subset: an index appears twice")
     outside = torch.ones(samples, dtype=torch.bool, device="cpu")
     outside[indices] = False
-    return torch.cat([indices, outside.nonzero().flatten()]), len(indices)
+    return torch.cat([indices, outside.nonzero().flatten()]).to(device), len(indices)

@@ -39,25 +39,14 @@ def all_constants() -> list[Tensor]:
     return [tensor for tensor in (reference() for reference in references) if tensor is not None]
 
 
-@constant_tensor
-def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector of ones."""
-    return torch.ones(size, dtype=dtype, device=device)
+def _constant(make: Callable[..., Tensor]) -> Callable[[int | tuple[()], torch.dtype, torch.device], Tensor]:
+    def constant(size: int | tuple[()], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return make(size, dtype=dtype, device=device)
+
+    return constant_tensor(constant)
 
 
-@constant_tensor
-def indices(size: int, device: torch.device) -> Tensor:
-    """0, 1, ..., size - 1."""
-    return torch.arange(size, device=device)
-
-
-@constant_tensor
-def zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The number 0."""
-    return torch.zeros((), dtype=dtype, device=device)
-
-
-@constant_tensor
-def identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An identity matrix."""
-    return torch.eye(size, dtype=dtype, device=device)
+ones = _constant(torch.ones)
+zeros = _constant(torch.zeros)
+identity = _constant(torch.eye)
+indices = _constant(torch.arange)

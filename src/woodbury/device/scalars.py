@@ -1,7 +1,6 @@
 """Single numbers that never make a step wait: floats on the CPU, `Number`s on any other device.
 
-Both kinds take the ordinary operators; what operators cannot do is here. On the CPU a float costs a fraction of a
-0-dim tensor, and a small step consists of many such numbers. Elsewhere a `Number` stands for a 0-dim tensor and
+Both kinds take the ordinary operators. On the CPU a float costs a fraction of a 0-dim tensor. Elsewhere a `Number`
 stores the operations that lead to it: a step needs about thirty (rho, lambda, whether to move), each as costly to
 launch as a product of matrices, and `compute` does them all in one kernel.
 """
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from woodbury.device.constants import zero
+from woodbury.device.constants import zeros
 
 # operation -> (in C++, on tensors); a truth value is a number, 0 for false
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -246,21 +245,16 @@ def compute(*values: Any) -> tuple[Any, ...]:
         return values
     uncomputed = [value for value in values if isinstance(value, Number) and value.value is None]
     if uncomputed and torch.cuda.is_available():
-        _compute_by_kernel(uncomputed)
+        source, tensors, constants, operations = _program(uncomputed)
+        few = max(len(tensors), len(uncomputed)) <= _MAX_TENSORS
+        # with no double among them the kernel would compute in their type
+        double = any(tensor.dtype == torch.float64 for tensor in tensors)
+        if operations > 1 and few and double and tensors[0].is_cuda:
+            for number, value in zip(
+                uncomputed, _launch(source, len(uncomputed), tensors, constants), strict=True
+            ):
+                number.value = value
     return tuple(value.tensor() if isinstance(value, Number) else value for value in values)
-
-
-def _compute_by_kernel(results: Sequence[Number]) -> None:
-    """Give these numbers their values by one kernel, where that is possible and pays."""
-    source, tensors, constants, operations = _program(results)
-    if operations < 2 or not tensors or not tensors[0].is_cuda or max(len(tensors), len(results)) > _MAX_TENSORS:
-        return
-    if all(tensor.dtype != torch.float64 for tensor in tensors):  # the kernel would compute in their type
-        return
-    values = _launch(source, len(results), tensors, constants)
-    if values is not None:
-        for number, value in zip(results, values, strict=True):
-            number.value = value
 
 
 def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, float], int]:
@@ -294,13 +288,15 @@ def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, fl
     return source, tensors, constants, len(lines)
 
 
-def _launch(source: str, outputs: int, tensors: Sequence[Tensor], constants: dict[str, float]) -> Any:
-    """The outputs of a kernel of this source, compiled at its first use; None if it cannot be compiled."""
+def _launch(
+    source: str, outputs: int, tensors: Sequence[Tensor], constants: dict[str, float]
+) -> Sequence[Tensor | None]:
+    """The outputs of a kernel of this source, compiled at its first use; each None if it cannot be compiled."""
     global _kernels_work
     key = source, *(tensor.dtype for tensor in tensors), tensors[0].device
     kernel = _kernels.get(key)
     if not _kernels_work or (kernel is None and torch.cuda.is_current_stream_capturing()):  # cannot compile
-        return None
+        return [None] * outputs
     try:
         if kernel is None:
             kernel = torch.cuda.jiterator._create_multi_output_jit_fn(source, outputs, **constants)
@@ -309,7 +305,7 @@ def _launch(source: str, outputs: int, tensors: Sequence[Tensor], constants: dic
         if key in _kernels or isinstance(error, torch.OutOfMemoryError):
             raise
         _kernels_work = False  # no compiler on this machine: torch's operations do the same
-        return None
+        return [None] * outputs
     _kernels[key] = kernel
     return results if outputs > 1 else [results]  # torch returns a single output as it is
 
@@ -318,4 +314,4 @@ def scaled_if(holds: Tensor, values: Tensor, rate: float | Tensor = 1.0) -> Tens
     """rate times the values if `holds` is true, else zeros (also for nan and inf)."""
     scaled = values if isinstance(rate, float) and rate == 1.0 else rate * values
     holds = holds if holds.dtype == torch.bool else holds.bool()
-    return torch.where(holds, scaled, zero(values.dtype, values.device))
+    return torch.where(holds, scaled, zeros((), values.dtype, values.device))

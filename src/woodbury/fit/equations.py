@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from woodbury import _batch
 from woodbury._choice import check_number
 from woodbury.device import fingerprint
-from woodbury.device.passes import Replays
+from woodbury.device.recording import Replays
 from woodbury.fit.derivable import check_derivatives
 from woodbury.fit.sources import Conversion, Data, Draw, as_tensors
 from woodbury.model.fallback import Forward

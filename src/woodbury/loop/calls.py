@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury.loop.seen import Recognised, TapedLoss, recognise, same_loss
-from woodbury.loop.tape import Base, LossesInside, Node, state_of
+from woodbury.loop.tape import Base, LossesInside, Node, has_version, state_of
 from woodbury.losses.rules import ScaledLoss, loss_rule
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
@@ -36,20 +36,15 @@ class ModelCall:
     random: _random.Snapshot
     training: bool
     autocast: torch.dtype | None  # that it ran in
-    outputs: list[Tensor] = field(default_factory=list)  # that a loss may begin at
     is_tensor: bool = False  # whether the model returned one tensor
     inside: bool = False  # whether the loss is computed inside the model
     is_sent_back: bool = False  # whether there is a loss with a backward pass: then
     root: Node = field(init=False)  # it ends here
     base: Base = field(init=False)  # and begins here
-    place: int = 0  # of that among the outputs, or among the losses inside
 
     def __post_init__(self) -> None:
-        self._states = self._states_now()
-
-    def _states_now(self) -> list[tuple[int, str]]:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [state_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._states = [(leaf, state_of(leaf)) for leaf in leaves if has_version(leaf)]
 
     @property
     def inputs(self) -> Any:
@@ -64,16 +59,9 @@ class ModelCall:
         single = len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor)
         return single and self.is_tensor and not self.inside
 
-    def begin_at(self, root: Node, base: Base) -> None:
-        """Note the loss that was sent back, and the outputs it begins at."""
-        self.root, self.base, self.is_sent_back = root, base, True
-        for place, leaf in enumerate(self.outputs):
-            if leaf.requires_grad and leaf.data_ptr() == base.address and leaf.shape == base.tensor.shape:
-                self.place = place
-
     def check_unchanged(self, model: nn.Module) -> None:
         """Raise if what the loss was computed from is not there any more."""
-        if self._states_now() != self._states:
+        if any(state_of(leaf) != state for leaf, state in self._states):
             raise ValueError(
                 "the inputs of the model were changed in place after its call: a step runs the model on them again"
             )
@@ -155,12 +143,11 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
     loss = found[0].loss
     if any(not same_loss(loss, each.loss) for each in found[1:]):
         raise ValueError("the micro-batches before one step have different losses")
-    layouts = {(call.place, call.inside, each.classes_last) for call, each in zip(calls, found, strict=True)}
+    layouts = {(call.base.place, call.inside, each.classes_last) for call, each in zip(calls, found, strict=True)}
     if len(layouts) != 1:
         raise ValueError("the micro-batches before one step use the outputs of the model in different ways")
-    ((place, inside, classes_last),) = layouts
-    plain = first.is_plain and not classes_last
-    forward = call_model if plain else SeenForward(place, inside, classes_last)
+    plain = first.is_plain and not found[0].classes_last
+    forward = call_model if plain else SeenForward(*layouts.pop())
     inputs, targets = first.inputs, found[0].targets
     if len(calls) > 1:
         inputs = _batch.join([call.inputs for call in calls], sizes)

@@ -59,9 +59,13 @@ def compare(
         torch.zeros_like(ours) if gradient is None else gradient.detach().double() / seen.expected
         for ours, gradient in zip(mine, seen.gradients, strict=True)
     ]
+
+    def distance(gradient: Gradient) -> float:
+        return sum(float((one - other).square().sum()) for one, other in zip(gradient, theirs, strict=True))
+
     if group.size > 1:  # DistributedDataParallel leaves the mean over all processes
         means, errors = [group.sum(part) / group.size for part in mine], [group.sum(part) for part in errors]
-        mine = min(mine, means, key=lambda gradient: _distance(gradient, theirs))
+        mine = min(mine, means, key=distance)
     with group.together():
         return common_factor(list(parameters), mine, errors, theirs, seen.cause)
 
@@ -145,7 +149,3 @@ def common_factor(names: Sequence[str], mine: Gradient, errors: Gradient, theirs
         "backward pass; weight_decay= for a penalty on the weights; or step(inputs, targets) with a loss of your "
         "own (register_loss)"
     )
-
-
-def _distance(a: Gradient, b: Gradient) -> float:
-    return float(sum((one - other).square().sum() for one, other in zip(a, b, strict=True)))

@@ -218,13 +218,10 @@ def _module(kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module | No
 
 def same_loss(a: nn.Module, b: nn.Module) -> bool:
     """Whether two losses are of one kind with the same options."""
-    return type(a) is type(b) and _options(a) == _options(b)
 
+    def options(loss: nn.Module) -> dict[str, Any]:
+        named = {**vars(loss), **loss._buffers}.items()
+        public = {name: value for name, value in named if name[0] != "_" and name != "training"}
+        return {name: id(own) if isinstance(own, Tensor) else own for name, own in public.items()}
 
-def _options(loss: nn.Module) -> dict[str, Any]:
-    """By name; tensors by their ids."""
-    return {
-        name: id(value) if isinstance(value, Tensor) else value
-        for name, value in {**vars(loss), **loss._buffers}.items()
-        if name[0] != "_" and name != "training"
-    }
+    return type(a) is type(b) and options(a) == options(b)

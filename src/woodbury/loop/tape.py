@@ -1,9 +1,8 @@
 """The operations from the outputs of a model to its loss, noted as they run, so that they can be run again.
 
-A loss in a loop of the user's own is any expression in the outputs. `tape` returns the outputs as a tensor that
-notes each operation done with it, and with what came out of it, up to the call of `backward`. `Node.value_from`
-runs the same operations on other outputs: the loss as a function of the outputs alone. The versions that torch
-counts for every tensor say which operations write into their arguments, and whether something was written unseen.
+`tape` returns the outputs as a tensor that notes each operation done with it, and with what came out of it, up to
+the call of `backward`; `Node.value_from` runs the same operations on other outputs. The versions that torch counts
+for every tensor say which operations write into their arguments, and whether something was written unseen.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Node:
         self.hooks = 0
         self.is_lost = False  # whether it has changed, nobody knows how
         given = [leaf for place, leaf in enumerate(self.leaves) if place not in written]
-        self._states = [(leaf, state_of(leaf)) for leaf in given if _has_version(leaf)]
+        self._states = [(leaf, state_of(leaf)) for leaf in given if has_version(leaf)]
 
     @property
     def name(self) -> str:
@@ -108,10 +107,10 @@ class Node:
 class Base(Node):
     """Outputs of a model, where a tape begins; those of another model may lead to them (its `origin`)."""
 
-    def __init__(self, tensor: Tensor, owner: Owner, call: Any, origin: Node | None) -> None:
+    def __init__(self, tensor: Tensor, owner: Owner, call: Any, place: int, origin: Node | None) -> None:
         super().__init__(tape, ((origin,), {}), tensor)
         self.owner, self.call, self.origin = owner, call, origin
-        self.address = tensor.data_ptr()
+        self.place = place  # among the outputs of the call, or among the losses inside the model
         self._is_copy = False
 
     def _value(self, known: dict[int, Tensor]) -> Tensor:
@@ -129,7 +128,7 @@ class Base(Node):
         return not self._is_copy and self.tensor._version != self.version
 
 
-def _has_version(leaf: Any) -> bool:
+def has_version(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
@@ -201,7 +200,7 @@ def _run_noted(function: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
             for base in node.ancestors() if isinstance(node, Node) else ():
                 if isinstance(base, Base):
                     base.keep()
-    before = [leaf._version if _has_version(leaf) else None for leaf in leaves]
+    before = [leaf._version if has_version(leaf) else None for leaf in leaves]
     result = function(*args, **kwargs)
     written = [
         place for place, leaf in enumerate(leaves) if before[place] is not None and leaf._version != before[place]
@@ -254,13 +253,13 @@ def _may_write(function: Operation, leaves: Iterable[Any], kwargs: Mapping[str, 
     return by_name or name.startswith(("__i", "__set")) or "out" in kwargs or any(leaf is True for leaf in leaves)
 
 
-def tape(outputs: Tensor, owner: Owner, call: Any) -> Taped:
-    """The outputs with a tape; their owner hears of each backward pass from a result."""
+def tape(outputs: Tensor, owner: Owner, call: Any, place: int) -> Taped:
+    """Outputs of a call with a tape; their owner hears of each backward pass from a result."""
     _run_compiled_as_written()
     with torch._C.DisableTorchFunctionSubclass():
         origin = _node_of(outputs) if isinstance(outputs, Taped) else None
         taped = outputs.as_subclass(Taped)
-        taped.node = Base(taped, owner, call, origin)
+        taped.node = Base(taped, owner, call, place, origin)
     return taped
 
 
@@ -281,6 +280,6 @@ class LossesInside(TorchFunctionMode):
             if isinstance(first, Tensor) and not isinstance(first, Taped):
                 self.inputs.append(first)
                 if self._owner is not None and first.requires_grad:
-                    first = tape(first, self._owner, self._call)
+                    first = tape(first, self._owner, self._call, len(self.inputs) - 1)
                 args, kwargs = ((first, *args[1:]), kwargs) if args else (args, {**kwargs, "input": first})
         return function(*args, **kwargs)

@@ -117,14 +117,15 @@ class Watcher:
             return None
         call.is_tensor = isinstance(outputs, Tensor)
         if any(leaf.requires_grad for leaf in inside.inputs):
-            call.outputs, call.inside = inside.inputs, True
+            call.inside = True
             return None
-        found = call.outputs = differentiable(outputs)
+        places = {id(leaf): place for place, leaf in enumerate(differentiable(outputs))}
         self._looks_inside = not (isinstance(outputs, Tensor) and outputs.dim())
-        if isinstance(outputs, Tensor):
-            return tape(outputs, self, call) if found else None
-        known = {id(leaf) for leaf in found}
-        return pytree.tree_map(lambda leaf: tape(leaf, self, call) if id(leaf) in known else leaf, outputs)
+
+        def taped(leaf: Any) -> Any:
+            return tape(leaf, self, call, places[id(leaf)]) if id(leaf) in places else leaf
+
+        return taped(outputs) if isinstance(outputs, Tensor) else pytree.tree_map(taped, outputs)
 
     # -- backward passes ---------------------------------------------------------------------------------
 
@@ -142,8 +143,9 @@ class Watcher:
         bases = root.bases(self)
         self._failure = self._failure or self._reason_against(root, bases)
         if self._failure is None:
-            bases[0].call.begin_at(root, bases[0])
-            self._calls.append(bases[0].call)
+            call = bases[0].call
+            call.root, call.base, call.is_sent_back = root, bases[0], True
+            self._calls.append(call)
 
     def _reason_against(self, root: Node, bases: Sequence[Any]) -> str | None:
         if len(bases) != 1:
@@ -237,7 +239,11 @@ def _meant_by(factor: float, gradients: Sequence[Tensor | None], root: Node) -> 
     """
     if factor == 1:
         return 1.0
-    scale = _scale_of(root)
+    tensors = [leaf for leaf in root.leaves if isinstance(leaf, Tensor) and leaf.numel() == 1]
+    is_scaled = (
+        root.name in ("mul", "__mul__") and len(tensors) == 1
+    )  # the last operation multiplies by a tensor c
+    scale = float(tensors[0]) if is_scaled else 1.0
     single = 8 * torch.finfo(torch.float32).eps  # in which a GradScaler computes
     if abs(scale * factor - 1) <= single:
         return 1 / scale
@@ -252,12 +258,6 @@ def _meant_by(factor: float, gradients: Sequence[Tensor | None], root: Node) -> 
         return factor
     warnings.warn(CLIPPED, RuntimeWarning, stacklevel=4)
     return 1 / scale
-
-
-def _scale_of(root: Node) -> float:
-    """c if the last operation of a loss is to multiply it by a tensor c, as a GradScaler does; else 1."""
-    tensors = [leaf for leaf in root.leaves if isinstance(leaf, Tensor) and leaf.numel() == 1]
-    return float(tensors[0]) if root.name in ("mul", "__mul__") and len(tensors) == 1 else 1.0
 
 
 def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:

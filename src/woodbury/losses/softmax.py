@@ -190,7 +190,7 @@ class Softmax(LossRule):
         residual = self._residual(loss, p, targets)
         roots = p.clamp_min_(smallest_probability(p.dtype)).sqrt()
         top_root, top = roots.max(1, keepdim=True)  # (n T, 1): sqrt(p_j) and j
-        others = indices(p.shape[1] - 1, p.device)
+        others = indices(p.shape[1] - 1, torch.long, p.device)
         others = others + (others >= top)  # (n T, C - 1): every class but j
         root = roots.gather(1, others)
         t_minus_1 = torch.rsub(top_root, -1).reciprocal_()  # = -1 / (1 + sqrt(p_j)); the operator takes longer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from woodbury._vector import Space
-from woodbury.device.passes import Replays
+from woodbury.device.recording import Replays
 from woodbury.layers.maps import projects_out
 from woodbury.layers.rules import LOOKUPS, Rule, layer_rule, refused_option
 from woodbury.layers.sums import Place, whole_parameter

@@ -95,7 +95,7 @@ def _bad_samples(problem: Problem, batch: Batch) -> list[int]:
 
     def search(indices: Tensor) -> list[int]:
         inputs = _batch.take(batch.inputs, indices, batch.samples)
-        targets = None if batch.targets is None else _batch.take(batch.targets, indices, batch.samples)
+        targets = _batch.take(batch.targets, indices, batch.samples)
         passes = problem.passes
         piece = passes.evaluate(inputs, targets, len(indices))
         finite = torch.isfinite(passes.rule.terms(passes.loss, piece.outputs.double(), piece.targets))

@@ -1,8 +1,4 @@
-"""The torch facade of every second-order optimizer: arguments, groups, state, `step`, `direction` and `verify`.
-
-A step is one sentence: the batch gives a `Quadratic` and an `Objective` (`woodbury.quadratic`), a policy proposes
-p and judges it (`woodbury.policies`), and the optimizer moves (`woodbury.optim.step`).
-"""
+"""The torch facade of every second-order optimizer: arguments, groups, state, `step`, `direction` and `verify`."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from woodbury import _random
 from woodbury._choice import FALLBACKS, check_number, check_truth, check_whole_number, part_named
 from woodbury._vector import Parts
 from woodbury.device.recording import Recordings
-from woodbury.device.scalars import to_device
 from woodbury.loop.calls import Seen, SeenBatch
 from woodbury.loop.compare import Comparison, compare
 from woodbury.loop.watch import Watcher, run_closure
@@ -120,7 +115,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._plan()
         self._doubts = Doubts(self.settings.method)
         self._recordings = Recordings() if self.settings.is_recordable else None
-        self.state["damping"] = to_device(self.damping.initial, self._context().device)
+        self.state["damping"] = float(self.damping.initial)
         self.state["generator"] = self._problems.group.same(_random.new_state(seed))
         self.state["largest_batch"] = 0
         start_alike(self._problems.group, self._trained())
@@ -229,7 +224,7 @@ class SecondOrder(torch.optim.Optimizer):
         value = float(damping) - self.damping.floor
         if isinstance(self.damping, Constant):
             self.damping = replace(self.damping, initial=value)
-        self.state["damping"] = to_device(value, self._context().device)
+        self.state["damping"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, given as torch.optim takes them, with settings of their own."""

@@ -94,8 +94,7 @@ class Problems:
         """
         if self.group.size == 1:
             return self._pose(context, request)
-        common = partial(describe, context.common, context.groups)
-        given = request.inputs, request.targets
+        given, common = (request.inputs, request.targets), describe(context.common, context.groups)
         borrowed = borrow_sample(self.group, given, context.device, context.state, common)
         if borrowed is not None:
             request = replace(request, inputs=borrowed[0], targets=borrowed[1], subset=None)
@@ -123,10 +122,7 @@ class Problems:
         request: Request,
         rates: Sequence[float | Tensor] | None = None,
     ) -> tuple[Problem, Hyperparameters]:
-        """The problem of a chosen batch with the settings as they are now.
-
-        While a step is recorded, its learning rates by group are given.
-        """
+        """The problem of a chosen batch with the settings as they are now; rates by group if it is recorded."""
         settings, transaction = context.settings, context.transaction
         plan.replays.is_used = settings.search is not None
         hyper = read_settings(context.groups, self.structure.names, rates)
@@ -162,8 +158,8 @@ class Problems:
             settings.solver,
             settings.blocks,
             settings.gram_dtype,
-            decay=Decay(hyper.weight_decay, plan.parameters) if hyper.any_decay else None,
-            center=_center(plan, hyper, context.state.get("momentum", {})) if hyper.any_momentum else None,
+            decay=Decay(hyper.weight_decay, plan.parameters) if any(hyper.weight_decay.values()) else None,
+            center=_center(plan, hyper, context.state.get("momentum", {})),
             apart=settings.memory > 0,
             full=request.full,
             held_out=None if request.held_out is None else tuple(request.held_out),
@@ -251,20 +247,27 @@ class Problems:
 
     def _choose(self, context: Context, request: Request, samples: int) -> Batch:
         """Order the batch so that S2 leads."""
-        inputs, targets, state = request.inputs, request.targets, context.state
-        if request.subset is not None:
-            order, count = _batch.subset_first(request.subset, samples)
-            return _batch.ordered_batch(inputs, targets, samples, order.to(context.device), count)
-        count = self.curvature_count(context, samples)
+        inputs, targets = request.inputs, request.targets
+        if request.subset is None:
+            count = self.curvature_count(context, samples)
+            order = self.draw_order(context, samples, count)
+        else:
+            order, count = _batch.subset_first(request.subset, samples, context.device)
+        if order is not None:
+            inputs, targets = _batch.take(inputs, order, samples), _batch.take(targets, order, samples)
+        return Batch(inputs, targets, samples, count, order)
+
+    def draw_order(self, context: Context, samples: int, count: int) -> Tensor | None:
+        """A random order of the samples; None for the one they have, where all of them are S2."""
+        state = context.state
         if count == samples:
-            return Batch(inputs, targets, samples, samples)
+            return None
         if self.group.size > 1:  # an order of its own for each process, and the same state for all
             seed, state["generator"] = _random.draw_seed(state["generator"])
             generator = torch.Generator(device="cpu").manual_seed(seed + self.group.rank)
-            order = torch.randperm(samples, generator=generator, device="cpu").to(context.device)
-        else:
-            order, state["generator"] = self.orders.draw(samples, state["generator"], context.device)
-        return _batch.ordered_batch(inputs, targets, samples, order, count)
+            return torch.randperm(samples, generator=generator, device="cpu").to(context.device)
+        order, state["generator"] = self.orders.draw(samples, state["generator"], context.device)
+        return order
 
     def curvature_count(self, context: Context, samples: int) -> int:
         """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""
@@ -317,6 +320,8 @@ def _check_held_out(settings: Settings, held_out: Any) -> None:
 
 def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) -> Vector | None:
     """q = mu p_prev, or None while it is zero."""
+    if not any(hyper.momentum.values()):
+        return None
     # others were not trained before
     known = {name: like(stored[name], parameter) for name, parameter in plan.parameters.items() if name in stored}
     if not known:

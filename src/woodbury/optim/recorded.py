@@ -50,7 +50,7 @@ class RecordedStep:
             if any(parameter.device != self._device for parameter in self.context.model.parameters()):
                 recordings.give_up()
                 return False
-        order = self._draw()
+        order = self._problems.draw_order(self.context, self._samples, self._curvature_samples)
         if found is None:
             try:
                 found = self._record()
@@ -61,13 +61,13 @@ class RecordedStep:
         for name, value in self._moving.items():
             recording.overwrite(found.state[name], value)
         found.load(self._request.inputs, self._request.targets, order, self._rates)
-        graph, numbers, launched = found.graph, found.numbers, False
+        graph, launched = found.graph, False
 
         def finish() -> None:
             nonlocal launched
             # in one line: an interrupt falls before it or after it
             launched = launched or graph.replay() is None  # type: ignore[func-returns-value]
-            done(StepInfo.later(numbers.clone()))
+            done(StepInfo(graph.results.clone()))
 
         self.context.state.update(found.state)
         self.context.transaction.commit(finish)
@@ -80,14 +80,6 @@ class RecordedStep:
             return None
         fixed = fingerprint_of(self.context, self._problems, self._plan, self._moving)
         return Key(fixed, (shape, self._curvature_samples))
-
-    def _draw(self) -> Tensor | None:
-        """The order of the samples, drawn anew; None for the order they have."""
-        if self._curvature_samples == self._samples:
-            return None
-        state = self.context.state
-        order, state["generator"] = self._problems.orders.draw(self._samples, state["generator"], self._device)
-        return order
 
     def _record(self) -> Recording:
         """A recording of the step, which computes nothing yet and leaves no numbers behind."""
@@ -102,10 +94,8 @@ class RecordedStep:
         finally:
             self.context.state.update(self._moving)
 
-    def _run(
-        self, inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """The numbers of a step on these buffers, and the new state."""
+    def _run(self, inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]) -> Tensor:
+        """The numbers of a step on these buffers, whose state becomes the new one."""
         current = self.context.state
         current.update(state)
         batch = Batch(inputs, targets, self._samples, self._curvature_samples)
@@ -114,7 +104,8 @@ class RecordedStep:
         numbers = Step(context, *posed, self._doubts).take(lambda info: None)._numbers
         # the others have their defaults: nothing with a search is recorded
         shown = torch.stack([as_double(value) for value in numbers[: len(Numbers._fields) - 3]])
-        return shown, {name: current[name] for name in state}
+        recording.overwrite(state, {name: current[name] for name in state})
+        return shown
 
 
 def moving_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

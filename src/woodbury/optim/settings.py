@@ -133,8 +133,6 @@ class Hyperparameters:
     lr: dict[str, float | Tensor]
     momentum: dict[str, float]
     weight_decay: dict[str, float]
-    any_momentum: bool
-    any_decay: bool
 
 
 def read_settings(
@@ -153,7 +151,7 @@ def read_settings(
         lr |= dict.fromkeys(members, group["lr"] if rates is None else rates[index])
         momentum |= dict.fromkeys(members, group["momentum"])
         decay |= dict.fromkeys(members, group["weight_decay"])
-    return Hyperparameters(lr, momentum, decay, any(momentum.values()), any(decay.values()))
+    return Hyperparameters(lr, momentum, decay)
 
 
 def plain_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:

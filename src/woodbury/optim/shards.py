@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def _describe_batch(batch: tuple[Any, Any], samples: int) -> Words:
 
 
 def borrow_sample(
-    group: Group, batch: tuple[Any, Any], device: torch.device, state: dict[Any, Any], common: Callable[[], Words]
+    group: Group, batch: tuple[Any, Any], device: torch.device, state: dict[Any, Any], common: Words
 ) -> tuple[Any, Tensor | None] | None:
     """A sample of another of several processes where this one has none; None if it has some.
 
@@ -91,7 +91,7 @@ def borrow_sample(
     size of the whole batch, which another number of processes can go on with.
     """
     samples = _count(batch[0])
-    both = common(), _describe_batch(batch, samples)
+    both = common, _describe_batch(batch, samples)
     counts, commons, batches = group.gather_numbers(samples, *(zlib.crc32(repr(words).encode()) for words in both))
     if len(set(commons)) > 1 or len({code for code, number in zip(batches, counts, strict=True) if number}) > 1:
         group.check_same({**both[0], **both[1]})
@@ -104,7 +104,7 @@ def borrow_sample(
     lent = None
     if lender == group.rank:
         first = torch.zeros(1, dtype=torch.long, device=device)
-        lent = tuple(None if tree is None else _batch.take(tree, first, counts[lender]) for tree in batch)
+        lent = tuple(_batch.take(tree, first, counts[lender]) for tree in batch)
     lent = group.gather_objects(lent)[lender]
     return None if counts[group.rank] else lent
 

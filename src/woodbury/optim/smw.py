@@ -1,7 +1,4 @@
-"""SMW-GN, SMW-NG and SMW-NG-BD: exact damped steps, solved in the smaller of sample space and parameter space.
-
-The two methods of the paper differ in the factor S only (`woodbury.curvature`).
-"""
+"""SMW-GN, SMW-NG and SMW-NG-BD: the methods of the paper, which differ in the factor S only."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ from woodbury.quadratic.solvers import SOLVERS
 
 
 class _SampleSpace(SecondOrder):
-    """The two methods of the paper."""
-
     kind: ClassVar[Curvature]  # of B
 
     def __init__(
