@@ -83,15 +83,26 @@ def loss_derivatives(loss, outputs, targets):
     return slopes, torch.stack(rows, 1)
 
 
+def rows_of(outputs, params):
+    """The gradient of each number among the outputs, one after the other."""
+    numbers = outputs.reshape(-1)
+    rows = [torch.autograd.grad(own, params, retain_graph=True, materialize_grads=True) for own in numbers]
+    return torch.stack([flat(row) for row in rows])
+
+
 def jacobians(model, inputs, samples, forward=None):
-    """(C, p) of the outputs of each sample, one output of one sample at a time."""
-    params, found = list(parameters(model).values()), []
-    run = forward or (lambda m, x: m(x))
-    for i in range(samples):
-        numbers = run(model, one(inputs, i)).reshape(-1)
-        rows = [torch.autograd.grad(own, params, retain_graph=True, materialize_grads=True) for own in numbers]
-        found.append(torch.stack([flat(row) for row in rows]))
-    return found
+    """(C, p) of the outputs of each sample, one sample at a time."""
+    params, run = list(parameters(model).values()), forward or (lambda m, x: m(x))
+    return [rows_of(run(model, one(inputs, i)), params) for i in range(samples)]
+
+
+def of_squares(errors, weights, params):
+    """B and g of sum_t w_t mean e_t^2, with H = 2."""
+    B, g = 0.0, 0.0
+    for error, weight in zip(errors, weights, strict=False):
+        rows, share = rows_of(error, params), 2 * weight / error.numel()
+        B, g = B + share * rows.T @ rows, g + share * error.detach().reshape(-1) @ rows
+    return B, g
 
 
 def per_sample(model, loss, inputs, targets, forward=None):
