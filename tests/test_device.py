@@ -1,4 +1,4 @@
-"""The device wing: when a step is recorded and what for, on the CPU with a stand-in for the CUDA graph; constants; numbers."""
+"""When a step is recorded, on the CPU with a stand-in for the CUDA graph; constants; numbers of a device."""
 
 import copy
 import gc

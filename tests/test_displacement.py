@@ -1,4 +1,4 @@
-"""The model at theta + p without forming p, against the model with its parameters replaced; derivatives along p."""
+"""The model at theta + p without forming p, against one with its parameters replaced; derivatives along p."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The sample-space step against dense solves, the paper's printed equations and an independent library; its proofs."""
+"""The sample-space step against dense solves, the paper's printed equations and proofs, another library."""
 
 from itertools import pairwise
 
