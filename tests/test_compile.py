@@ -9,6 +9,7 @@ from torch import nn
 
 import problems
 import woodbury
+from checks import loop_step
 from fuzz.models import Parts
 from woodbury._vector import flatten
 
@@ -203,15 +204,9 @@ def test_loops_with_a_compiled_model_take_the_steps_of_the_model_as_written(way,
     alone = woodbury.GaussNewton(plain, loss)
     (inputs, targets), compiled_call = batch(), model._compiled_call_impl
 
-    def closure():
-        optimizer.zero_grad()
-        value = loss(model(inputs), targets)
-        value.backward()
-        return value
-
     compiled = []
     for _ in range(6):
-        optimizer.step(closure) if door == "closure" else (closure(), optimizer.step())
+        loop_step(optimizer, lambda: loss(model(inputs), targets).backward(), door)
         alone.step(inputs, targets)
         compiled.append(graphs())
     assert compiled[1] == compiled[-1]  # whatever torch makes of calls that are not to be compiled

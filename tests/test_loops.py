@@ -17,7 +17,7 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
-from checks import refused, silence, told
+from checks import loop_step, refused, silence, told
 from fuzz.dense import dense_parameters
 from fuzz.loops import DAMPING, ENDINGS, LOSSES, STEPS, WAY_OUT, multiply
 from fuzz.loops import Loop as RandomLoop
@@ -50,14 +50,10 @@ class Loop:
         return self.model(self.inputs)
 
     def step(self, body):
-        def closure():
-            self.optimizer.zero_grad()
+        def backward():
             body(self)
 
-        if self.how == "closure":
-            return self.optimizer.step(closure)
-        closure()
-        return self.optimizer.step()
+        return loop_step(self.optimizer, backward, self.how)
 
 
 def plain(loop):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import processes
 import reference
 import woodbury
+from checks import loop_step
 from woodbury.linalg import full_precision, matmul_precision
 from woodbury.model.expanded import Copies
 
@@ -192,12 +193,8 @@ def watched(criterion, how):
         model, (inputs, targets) = network(), data()
         optimizer = woodbury.GaussNewton(model, None, watch=how == "watch", curvature_samples=10, seed=0)
 
-        def closure():
-            optimizer.zero_grad()
-            criterion(model(inputs), targets).backward()
-
         for _ in range(4):
-            optimizer.step(closure) if how == "closure" else (closure(), optimizer.step())
+            loop_step(optimizer, lambda: criterion(model(inputs), targets).backward(), how)
         return reference.theta(model)
 
     return run

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import woodbury
 from tests.bounds import rounding
+from tests.checks import loop_step
 
 from .dense import dense_parameters
 
@@ -212,16 +213,11 @@ class Loop:
         return list(zip(self.inputs.chunk(self.parts), self.targets.chunk(self.parts), strict=True))
 
     def step(self, change, loss, ending):
-        def closure():
-            self.optimizer.zero_grad()
+        def backward():
             for x, t in self.batches():
                 ending(loss(change(self.model(x)), t), self.model, self.optimizer)
 
-        if self.how == "closure":
-            self.optimizer.step(closure)
-        else:
-            closure()
-            self.optimizer.step()
+        loop_step(self.optimizer, backward, self.how)
 
     def run(self):
         """What came of it."""
