@@ -169,12 +169,9 @@ def dense_system(model, loss, inputs, targets, subset, forward=None):
     return solve
 
 
-def dense_direction(
-    model, loss, inputs, targets, subset, damping, kind, blocks="full", decay=None, shift=None, forward=None
-):
-    """p, B and g of one `dense_system`."""
-    solve = dense_system(model, loss, inputs, targets, subset, forward)
-    return solve(damping, kind, blocks, decay, shift)
+def dense_direction(model, loss, inputs, targets, subset, *settings, forward=None, **more):
+    """p, B and g of one `dense_system`, with the settings that its function takes."""
+    return dense_system(model, loss, inputs, targets, subset, forward)(*settings, **more)
 
 
 def equation_6(samples, g, damping):

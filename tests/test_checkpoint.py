@@ -280,7 +280,6 @@ class Loader:
 
 
 def interrupted(kind, place, at):
-    """A fit and its model."""
     interrupt = Interrupt(place, at)
 
     def watched(layer, inputs):

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,7 @@ OPTIMIZERS = {
     "natural gradient": woodbury.NaturalGradient,
     "hessian-free": woodbury.HessianFree,
     "kfac": woodbury.KFAC,
-    "curved": lambda model, loss, **options: woodbury.GaussNewton(
-        model, loss, search=woodbury.CurvedSearch(), **options
-    ),
+    "curved": partial(woodbury.GaussNewton, search=woodbury.CurvedSearch()),
 }
 
 
@@ -77,12 +76,10 @@ def fresh_compiler():
 
 
 def graphs():
-    """How many graphs were compiled so far."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def same(model, other):
-    """Whether their parameters are the same, bit for bit."""
     return all(torch.equal(*both) for both in zip(model.parameters(), other.parameters(), strict=True))
 
 

@@ -345,9 +345,7 @@ def test_a_turn_of_adam_goes_on_over_a_plateau_and_as_long_as_the_loss_falls_fas
 
 
 @pytest.mark.parametrize(("share", "is_first"), [(0.9, True), (0.5, False)])
-def test_a_turn_of_adam_begins_at_the_first_parameters_where_steps_before_gained_little(
-    monkeypatch, share, is_first
-):
+def test_a_turn_of_adam_begins_at_the_first_parameters_where_steps_gained_little(monkeypatch, share, is_first):
     model = poisson("dirichlet")
     run, begun = deepxde._Run(model, None, 0), []
     run.begin()

@@ -145,7 +145,6 @@ def linears(draw):
 
 
 def per_axis(draw, axes, least, most):
-    """A number for each axis."""
     return [draw(st.integers(least, most)) for _ in range(axes)]
 
 

@@ -93,8 +93,6 @@ def by_weights(loop):
 
 
 def hooked(change):
-    """A hook on the outputs."""
-
     def body(loop):
         y = loop.outputs()
         y.register_hook(change)

@@ -397,7 +397,6 @@ def test_corrections_that_leave_the_domain_of_a_model_are_left_out(monkeypatch):
 
 
 def objective(problem, data, decay):
-    """The loss on some samples, with weight decay."""
     with torch.no_grad():
         theta = reference.flat(reference.parameters(problem.model).values())
         return float(problem.loss(problem.model(data[0]), data[1]) + 0.5 * decay * theta @ theta)

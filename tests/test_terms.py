@@ -172,9 +172,8 @@ def test_early_times_count_more_by_time_and_by_what_is_wrong_before():
     assert float((scale[:, 0].square() / expected - 1).abs().max()) <= bounds.rounding(40, condition=12)
     mean = float((expected * torch.tensor(squares)).mean()) / model(x).shape[1]
     assert terms.mean_squares()["only"] == pytest.approx(mean)
-    half = [
-        time for time, share, own in zip(times, shares, squares, strict=True) if share + own < sum(squares) / 2
-    ]
+    known = zip(times, shares, squares, strict=True)
+    half = [time for time, share, own in known if share + own < sum(squares) / 2]
     assert terms.middles == pytest.approx([(min(time for time in times if time > max(half)) - first) / span])
     assert bool((terms.draw(40)[0][3] == 1).all())  # where models are compared
 

@@ -220,7 +220,6 @@ class Loop:
         loop_step(self.optimizer, backward, self.how)
 
     def run(self):
-        """What came of it."""
         parts, self.parts = self.parts, 1
         for name in self.ordinary:
             self.step(STEPS["nothing"][0], LOSSES[name][0], ENDINGS["backward"][0])
@@ -259,7 +258,6 @@ class Loop:
 
 
 def main(count, seed):
-    """How many loops came to what."""
     results = Counter()
     for number in range(seed, seed + count):
         loop = Loop(number)
