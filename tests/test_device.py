@@ -18,8 +18,8 @@ import bounds
 import problems
 import reference
 import woodbury
-from changes import CHANGES, Scaled
 from fuzz.models import Parts
+from problems import CHANGES, Scaled
 from woodbury.device import constants, recording, scalars
 from woodbury.device.recording import Key, Recording, Recordings
 from woodbury.device.scalars import Number, as_double, as_truth, compute, ratio_where, root, scaled_if, where
