@@ -213,10 +213,6 @@ REFUSED = {
         net=dde.nn.FNN([2, 3, 1], "tanh", "Glorot normal", regularization=["l2", 1e-3])
     ),
     "loss_weights must not be negative": lambda: poisson("dirichlet", loss_weights=[1.0, -1.0]),
-    "PDEPointResampler": poisson,
-    "use": poisson,
-    "seconds must not be negative": poisson,
-    "seconds must be finite": poisson,
 }
 SETTINGS = {
     "PDEPointResampler": {"callbacks": [dde.callbacks.PDEPointResampler()]},
@@ -226,9 +222,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@pytest.mark.parametrize("message", [*REFUSED, *SETTINGS])
 def test_what_cannot_be_taken_is_named_and_the_model_stays_as_it_was(message):
-    model = REFUSED[message]()
+    model = REFUSED.get(message, poisson)()
     with refused(model.net, message):
         woodbury.deepxde.fit(model, steps=2, verbose=0, **SETTINGS.get(message, {}))
     assert all(own.requires_grad for own in model.net.parameters())

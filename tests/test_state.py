@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -208,10 +209,7 @@ def with_running_statistics():
     return Running().double(), nn.MSELoss(), batch(3, 5), batch(2)
 
 
-def plain_chain():
-    return problems.make("softmax")
-
-
+plain_chain = partial(problems.make, "softmax")
 CASES = {
     "chain": (plain_chain, "smw-ng", {"curvature_samples": 4}, 37),
     "momentum": (plain_chain, "smw-gn", {"momentum": 0.5, "weight_decay": 0.1, "curvature_samples": 4}, 47),
