@@ -411,8 +411,7 @@ class WithoutWeights(SquaredError):  # noqa: N818  (no exception)
         return SquaredError.compact_factor(self, loss, outputs, targets).columns(), None
 
 
-@pytest.mark.parametrize("rule", [Differentiating, WithoutWeights])
-@pytest.mark.parametrize("method", METHODS)
+@every_pair(rule=[Differentiating, WithoutWeights], method=list(METHODS))
 def test_loss_rules_of_ones_own_work_with_chains(setting, rule, method, monkeypatch):
     model, *batch = setting
     monkeypatch.setitem(losses._RULES, Own, rule())

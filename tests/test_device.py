@@ -18,6 +18,7 @@ import bounds
 import problems
 import reference
 import woodbury
+from cases import every_pair
 from fuzz.models import Parts
 from problems import CHANGES, Scaled
 from woodbury.device import constants, recording, scalars
@@ -331,8 +332,7 @@ def test_a_number_answers_as_its_tensor_where_more_is_asked():
         a.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("rate", [1.0, 2, 0.5, torch.tensor(0.5, dtype=torch.float64)])
-@pytest.mark.parametrize("holds", [True, False])
+@every_pair(rate=[1.0, 2, 0.5, torch.tensor(0.5, dtype=torch.float64)], holds=[True, False])
 def test_values_are_zero_where_the_truth_does_not_hold_whatever_they_were(rate, holds):
     values = torch.tensor([1.0, -2.0]) if holds else torch.tensor([math.nan, math.inf])
     result = scaled_if(torch.tensor(holds), values, rate)
@@ -372,8 +372,7 @@ def test_one_kernel_gives_what_ordinary_operations_give(values):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("rate", [1.0, 2, 0.3, torch.tensor(0.3, dtype=torch.float64)])
-@pytest.mark.parametrize("holds", [0.0, 1.0])
+@every_pair(rate=[1.0, 2, 0.3, torch.tensor(0.3, dtype=torch.float64)], holds=[0.0, 1.0])
 def test_the_kernel_that_scales_rounds_as_torch_does(rate, holds):
     values = torch.randn(50, 7, device="cuda")
     if not holds:

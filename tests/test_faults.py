@@ -212,8 +212,7 @@ def test_a_damping_of_1e_minus_30_in_float32_is_told_of_or_gives_the_right_step(
         assert reference.relative_error(p, -torch.linalg.pinv(B, rcond=1e-10) @ g) < 0.05
 
 
-@pytest.mark.parametrize("space", ["samples", "parameters"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_pair(space=["samples", "parameters"], dtype=[torch.float32, torch.float64])
 def test_a_nearly_singular_system_warns_once(space, dtype):
     """Two samples that agree to rounding: lmin / lmax is at most (damping + rounding) / lmax."""
     eps = torch.finfo(dtype).eps

@@ -409,8 +409,7 @@ def of_next_step(model, inputs, targets, criterion):
     return lambda: torch.cat([own.flatten() for own in optimizer.direction(*other).values()])
 
 
-@pytest.mark.parametrize("make", [every_kind_of_rows, network])
-@pytest.mark.parametrize("keep", [of_rows, of_posterior, of_next_step])
+@every_pair(make=[every_kind_of_rows, network], keep=[of_rows, of_posterior, of_next_step])
 def test_what_is_changed_later_changes_no_result(keep, make):
     results = []
     for changes in (False, True):

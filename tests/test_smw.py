@@ -12,9 +12,8 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
-from fuzz.cases import LogCosh
-from fuzz.models import Gain, Parts, drawn
-from test_layers import METHODS, check_directions, check_ratio
+from fuzz.models import Parts, drawn
+from test_layers import METHODS, check_ratio
 from woodbury._vector import flatten
 from woodbury.layers import Layout, OuterRows
 from woodbury.linalg import Solution, solve_in_sample_space
@@ -123,15 +122,6 @@ def test_step_solves_the_system_of_an_independent_library(kind, dtype, part):
     residual = operator @ p + damping * p + g
     bound = bounds.of_step(model, loss, *data[0], damping, size=784 + 9 * len(subset), curvature=kind)
     assert float(residual.norm() / g.norm()) <= bound
-
-
-def test_user_layer_and_user_loss_take_part_exactly():
-    """With a rule by register_layer, and by register_loss one that says nothing but its values."""
-    model, loss = nn.Sequential(nn.Linear(4, 5), Gain(5), nn.Tanh(), nn.Linear(5, 2)).double(), LogCosh()
-    inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 2).double()
-    for subset in ([0, 3, 5], list(range(6))):
-        check_directions(model, loss, inputs, targets, subset)
-    assert all(method(model, loss).step(inputs, targets).accepted for method in METHODS.values())
 
 
 class Embedded(Parts):
