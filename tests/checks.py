@@ -41,6 +41,21 @@ def refused(owner, message, error=ValueError):
         yield raised
 
 
+def loop_step(optimizer, backward, how):
+    """One step as a loop of the user's own takes it: from a closure, or watched, after a backward pass."""
+
+    def closure():
+        optimizer.zero_grad()
+        return backward()
+
+    if how == "closure":
+        return optimizer.step(closure)
+    if how == "keyword":
+        return optimizer.step(closure=closure)
+    closure()
+    return optimizer.step()
+
+
 @contextmanager
 def silence(category=Warning, message=""):
     """A warning of this kind is an error."""

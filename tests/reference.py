@@ -83,15 +83,26 @@ def loss_derivatives(loss, outputs, targets):
     return slopes, torch.stack(rows, 1)
 
 
+def rows_of(outputs, params):
+    """The gradient of each number among the outputs, one after the other."""
+    numbers = outputs.reshape(-1)
+    rows = [torch.autograd.grad(own, params, retain_graph=True, materialize_grads=True) for own in numbers]
+    return torch.stack([flat(row) for row in rows])
+
+
 def jacobians(model, inputs, samples, forward=None):
-    """(C, p) of the outputs of each sample, one output of one sample at a time."""
-    params, found = list(parameters(model).values()), []
-    run = forward or (lambda m, x: m(x))
-    for i in range(samples):
-        numbers = run(model, one(inputs, i)).reshape(-1)
-        rows = [torch.autograd.grad(own, params, retain_graph=True, materialize_grads=True) for own in numbers]
-        found.append(torch.stack([flat(row) for row in rows]))
-    return found
+    """(C, p) of the outputs of each sample, one sample at a time."""
+    params, run = list(parameters(model).values()), forward or (lambda m, x: m(x))
+    return [rows_of(run(model, one(inputs, i)), params) for i in range(samples)]
+
+
+def of_squares(errors, weights, params):
+    """B and g of sum_t w_t mean e_t^2, with H = 2."""
+    B, g = 0.0, 0.0
+    for error, weight in zip(errors, weights, strict=False):
+        rows, share = rows_of(error, params), 2 * weight / error.numel()
+        B, g = B + share * rows.T @ rows, g + share * error.detach().reshape(-1) @ rows
+    return B, g
 
 
 def per_sample(model, loss, inputs, targets, forward=None):
@@ -158,12 +169,9 @@ def dense_system(model, loss, inputs, targets, subset, forward=None):
     return solve
 
 
-def dense_direction(
-    model, loss, inputs, targets, subset, damping, kind, blocks="full", decay=None, shift=None, forward=None
-):
-    """p, B and g of one `dense_system`."""
-    solve = dense_system(model, loss, inputs, targets, subset, forward)
-    return solve(damping, kind, blocks, decay, shift)
+def dense_direction(model, loss, inputs, targets, subset, *settings, forward=None, **more):
+    """p, B and g of one `dense_system`, with the settings that its function takes."""
+    return dense_system(model, loss, inputs, targets, subset, forward)(*settings, **more)
 
 
 def equation_6(samples, g, damping):

@@ -113,15 +113,6 @@ SETTINGS = {  # tolerances below rounding
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_mean_the_same_along_a_chain(name, method):
-    model, loss = problems.mlp(4, 6, 5, 3).double(), nn.CrossEntropyLoss()
-    pair = pair_of(METHODS[method], model, loss, **SETTINGS[name])
-    batches = [batch(3, loss, n) for n in (9, 5)]
-    assert_same_steps(pair, batches, full=batches if name == "a full loader" else None)
-
-
 def test_kfac_is_the_same_along_a_chain():
     model, loss = problems.mlp(4, 6, 3).double(), nn.CrossEntropyLoss()
     own, by_torch = pair_of(woodbury.KFAC, model, loss, curvature_samples=4)
@@ -162,24 +153,22 @@ def test_a_chain_may_be_nested_share_an_activation_and_hold_identities():
     torch.testing.assert_close(chain_of(model).run(inputs).outputs, model(inputs).detach())
 
 
-SETTINGS_AT_THE_ENDS = {name: SETTINGS[name] for name in ("all samples", "momentum", "gram in double")}
-
-
 @every_pair(
     first=[(), (4,), (nn.Flatten,), (nn.Flatten, 4)],
     last=[(), (3,), (nn.Tanh,)],
     method=list(METHODS),
-    name=list(SETTINGS_AT_THE_ENDS),
+    name=list(SETTINGS),
 )
-def test_a_chain_may_begin_with_a_flatten_or_a_scale_and_end_in_one_or_in_an_activation(first, last, method, name):
+def test_settings_mean_the_same_along_a_chain(first, last, method, name):
+    """Which may begin with a flatten or a scale, and end in one or in an activation."""
     ends = [[scale(own) if isinstance(own, int) else own() for own in end] for end in (first, last)]
     model = nn.Sequential(*ends[0], nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), *ends[1]).double()
     loss = nn.CrossEntropyLoss()
-    pair = pair_of(METHODS[method], model, loss, **SETTINGS_AT_THE_ENDS[name])
+    pair = pair_of(METHODS[method], model, loss, **SETTINGS[name])
     shape = (2, 2) if nn.Flatten in first else (4,)
     batches = [(x.reshape(-1, *shape), y) for x, y in (batch(3, loss, n) for n in (9, 5))]
-    assert pair[0]._problems.structure.chain.takes(batches[0][0])
-    assert_same_steps(pair, batches)
+    assert name == "products" or pair[0]._problems.structure.chain.takes(batches[0][0])
+    assert_same_steps(pair, batches, full=batches if name == "a full loader" else None)
     assert_verified(pair[0], *batches[0])
 
 
@@ -422,8 +411,7 @@ class WithoutWeights(SquaredError):  # noqa: N818  (no exception)
         return SquaredError.compact_factor(self, loss, outputs, targets).columns(), None
 
 
-@pytest.mark.parametrize("rule", [Differentiating, WithoutWeights])
-@pytest.mark.parametrize("method", METHODS)
+@every_pair(rule=[Differentiating, WithoutWeights], method=list(METHODS))
 def test_loss_rules_of_ones_own_work_with_chains(setting, rule, method, monkeypatch):
     model, *batch = setting
     monkeypatch.setitem(losses._RULES, Own, rule())

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import problems
 import woodbury
+from checks import loop_step
 from fuzz.models import Parts
 from woodbury._vector import flatten
 
@@ -18,9 +20,7 @@ OPTIMIZERS = {
     "natural gradient": woodbury.NaturalGradient,
     "hessian-free": woodbury.HessianFree,
     "kfac": woodbury.KFAC,
-    "curved": lambda model, loss, **options: woodbury.GaussNewton(
-        model, loss, search=woodbury.CurvedSearch(), **options
-    ),
+    "curved": partial(woodbury.GaussNewton, search=woodbury.CurvedSearch()),
 }
 
 
@@ -76,12 +76,10 @@ def fresh_compiler():
 
 
 def graphs():
-    """How many graphs were compiled so far."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def same(model, other):
-    """Whether their parameters are the same, bit for bit."""
     return all(torch.equal(*both) for both in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -203,15 +201,9 @@ def test_loops_with_a_compiled_model_take_the_steps_of_the_model_as_written(way,
     alone = woodbury.GaussNewton(plain, loss)
     (inputs, targets), compiled_call = batch(), model._compiled_call_impl
 
-    def closure():
-        optimizer.zero_grad()
-        value = loss(model(inputs), targets)
-        value.backward()
-        return value
-
     compiled = []
     for _ in range(6):
-        optimizer.step(closure) if door == "closure" else (closure(), optimizer.step())
+        loop_step(optimizer, lambda: loss(model(inputs), targets).backward(), door)
         alone.step(inputs, targets)
         compiled.append(graphs())
     assert compiled[1] == compiled[-1]  # whatever torch makes of calls that are not to be compiled

@@ -137,9 +137,7 @@ def test_a_damaged_file_is_named_with_its_home(folder, name, stored, readable):
 
 
 @pytest.mark.parametrize("dataset", ["toy", "no_such_folder"])
-def test_the_error_for_an_absent_file_says_what_to_put_where_and_nothing_is_downloaded(
-    folder, monkeypatch, dataset
-):
+def test_the_error_for_an_absent_file_says_what_to_put_where_without_a_download(folder, monkeypatch, dataset):
     monkeypatch.setattr(Files, "_download", lambda *arguments: pytest.fail("went for the network"))
     message = refusal(Files(dataset, folder), table())
     assert message.startswith(f"{folder / dataset / 'table'} is absent, also with .gz and .xz: ")

@@ -1,10 +1,11 @@
 """Random problems against the dense reference: a short form of `make fuzz-api`, and cases that once failed."""
 
-from itertools import islice
+from itertools import combinations, islice, product
 
 import pytest
 import torch
 
+import cases
 import woodbury
 from fuzz.api import FAILURES, run_case
 
@@ -82,3 +83,24 @@ def test_a_touched_gradient_is_seen(monkeypatch):
     monkeypatch.setattr(woodbury.NaturalGradient, "direction", untidy)
     results = (run_case(SEED, number) for number in range(20))
     assert any(r.outcome == "wrong" and r.detail.startswith("direction changed grad") for r in results)
+
+
+# -- the choice of test cases: no pair of values is lost ------------------------------------------------
+
+
+SIZES = [(1,), (3, 2), (2, 2, 2), (20, 2, 2, 3), (5, 2, 2, 3, 2, 2), (3, 4, 5), (1, 1, 4)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_pair_of_values_occurs(sizes):
+    axes = [[f"{axis}{value}" for value in range(size)] for axis, size in zip("abcdef", sizes, strict=False)]
+    chosen = cases.all_pairs(*axes)
+    for first, second in combinations(range(len(axes)), 2):
+        assert {(case[first], case[second]) for case in chosen} == set(product(axes[first], axes[second]))
+    assert len(set(chosen)) == len(chosen) and cases.all_pairs(*axes) == chosen
+
+
+@cases.every_pair(letter={"first": "a", "second": "b"}, number=[1, None], kind=[int, float])
+def test_a_test_gets_the_values_and_their_names(letter, number, kind, request):
+    name = {"a": "first", "b": "second"}[letter]
+    assert request.node.callspec.id == f"{name}-{number}-{kind.__name__}"

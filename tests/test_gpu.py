@@ -11,9 +11,9 @@ from torch import nn
 
 import problems
 import woodbury
-from changes import CHANGES, Scaled
 from checks import silence, through_a_file, unchanged
 from fuzz.models import Parts
+from problems import CHANGES, Scaled
 from woodbury import _random
 from woodbury._vector import flatten
 from woodbury.device import fingerprint, recording, scalars

@@ -10,7 +10,7 @@ from torch import nn
 
 import bounds
 import woodbury
-from cases import all_pairs
+from cases import all_pairs, every_pair
 from woodbury.least_squares import minimize as iteration
 from woodbury.least_squares import trust_region
 from woodbury.least_squares.residuals import LOSSES, Loss, Residuals
@@ -330,8 +330,7 @@ def test_status_of_each_end():
 # ------------------------------------------------------------------------------------------ losses and bounds
 
 
-@pytest.mark.parametrize("C", [5.0, 0.3, 1e-3])
-@pytest.mark.parametrize("name", LOSSES)
+@every_pair(C=[5.0, 0.3, 1e-3], name=list(LOSSES))
 def test_gauss_newton_model_of_a_loss(name, C):
     """J^T f is the gradient of the cost, J^T J its Hessian where the function is linear and rho convex in f."""
     A, y, _ = random_systems(7, 3)
@@ -365,8 +364,7 @@ def agrees_with_scipy(result, other):
     return True
 
 
-@pytest.mark.parametrize("f_scale", [0.1, 1.0])
-@pytest.mark.parametrize("loss", LOSSES)
+@every_pair(f_scale=[0.1, 1.0], loss=list(LOSSES))
 def test_robust_fits_are_those_of_scipy(loss, f_scale):
     f = decay(data(outliers=2.0))
     result = woodbury.least_squares(f, START, loss=loss, f_scale=f_scale)
@@ -580,8 +578,7 @@ def test_each_fit_of_a_batch_may_have_its_own_units():
     assert close(together.x / units[:, None], each.x, 1e-8) and together.success.all()
 
 
-@pytest.mark.parametrize("f_scale", [1e20, 1e120, 1e140])
-@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "linear"])
+@every_pair(f_scale=[1e20, 1e120, 1e140], loss=[name for name in LOSSES if name != "linear"])
 def test_a_scale_far_above_the_residuals_gives_least_squares(loss, f_scale):
     f = decay(data(outliers=2.0))
     plain, result = (woodbury.least_squares(f, START, **own) for own in ({}, {"loss": loss, "f_scale": f_scale}))
@@ -590,8 +587,7 @@ def test_a_scale_far_above_the_residuals_gives_least_squares(loss, f_scale):
     assert close(result.jac, plain.jac, 10 * DIGITS)
 
 
-@pytest.mark.parametrize("f_scale", [1e-6, 1e-70])
-@pytest.mark.parametrize("loss", ["soft_l1", "huber"])
+@every_pair(f_scale=[1e-6, 1e-70], loss=["soft_l1", "huber"])
 def test_a_scale_far_below_the_residuals_gives_least_absolute_deviations(loss, f_scale):
     """Of a constant that is the median, and the cost C sum |f_i|."""
     y = double(0.0, 1.0, 2.5, 7.0, 100.0)

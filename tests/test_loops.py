@@ -17,7 +17,7 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
-from checks import refused, silence, told
+from checks import loop_step, refused, silence, told
 from fuzz.dense import dense_parameters
 from fuzz.loops import DAMPING, ENDINGS, LOSSES, STEPS, WAY_OUT, multiply
 from fuzz.loops import Loop as RandomLoop
@@ -50,14 +50,10 @@ class Loop:
         return self.model(self.inputs)
 
     def step(self, body):
-        def closure():
-            self.optimizer.zero_grad()
+        def backward():
             body(self)
 
-        if self.how == "closure":
-            return self.optimizer.step(closure)
-        closure()
-        return self.optimizer.step()
+        return loop_step(self.optimizer, backward, self.how)
 
 
 def plain(loop):
@@ -97,8 +93,6 @@ def by_weights(loop):
 
 
 def hooked(change):
-    """A hook on the outputs."""
-
     def body(loop):
         y = loop.outputs()
         y.register_hook(change)
@@ -415,8 +409,7 @@ def of_next_step(model, inputs, targets, criterion):
     return lambda: torch.cat([own.flatten() for own in optimizer.direction(*other).values()])
 
 
-@pytest.mark.parametrize("make", [every_kind_of_rows, network])
-@pytest.mark.parametrize("keep", [of_rows, of_posterior, of_next_step])
+@every_pair(make=[every_kind_of_rows, network], keep=[of_rows, of_posterior, of_next_step])
 def test_what_is_changed_later_changes_no_result(keep, make):
     results = []
     for changes in (False, True):

@@ -77,8 +77,7 @@ def test_ignored_targets_add_nothing_wherever_their_outputs_are():
     torch.testing.assert_close(mean, loss(outputs, problem.targets))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [30.0, 200.0, 1e4])
+@every_pair(dtype=[torch.float32, torch.float64], size=[30.0, 200.0, 1e4])
 def test_saturated_outputs_stay_finite_and_keep_the_residual(dtype, size):
     softmax = torch.tensor([[size, 0, -size], [0, size, 0], [-size, 0, 0]], dtype=dtype)
     labels = torch.tensor([2, 1, 0])
@@ -249,8 +248,7 @@ def test_the_curvature_of_a_robust_loss_is_a_parabola_that_touches_it_and_lies_n
         torch.testing.assert_close(rule.residual(loss, y, t), slope)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("loss", ROBUST)
+@every_pair(dtype=[torch.float32, torch.float64], loss=ROBUST)
 def test_an_output_that_meets_its_target_has_a_finite_curvature_and_no_residual(loss, dtype):
     t = torch.tensor([[0.0, 2.0]], dtype=dtype)
     factor = loss_rule(loss).compact_factor(loss, t.clone(), t)
@@ -260,8 +258,7 @@ def test_an_output_that_meets_its_target_has_a_finite_curvature_and_no_residual(
         torch.testing.assert_close(factor.columns().square().sum(1), 0.5 / floor)
 
 
-@pytest.mark.parametrize("kind", list(SECOND_ORDER))
-@pytest.mark.parametrize("name", ["squared", "softmax", "gaussian"])
+@every_pair(kind=list(SECOND_ORDER), name=["squared", "softmax", "gaussian"])
 def test_a_sum_is_the_mean_times_what_that_divides_by(kind, name):
     """f_sum = N C f and g_sum = N C g; B_sum = N C B, or N C^2 B for the empirical Fisher."""
     problem = problems.make(name)

@@ -160,8 +160,7 @@ def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
         previous = p if info.accepted else 0.0
 
 
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("kind", MODELS)
+@every_pair(metric=list(METRICS), kind=list(MODELS))
 def test_verify_knows_the_metric_and_rows_in_units_of_adams_stay_outer_products(kind, metric):
     model, batches = problem(kind)
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), momentum=0.5, memory=2, metric=metric)
@@ -213,8 +212,7 @@ def test_steps_in_the_metric_of_the_diagonal_do_not_change_with_the_unit_of_a_pa
     assert losses[0][-1] < lowest * losses[0][0]
 
 
-@pytest.mark.parametrize("metric", [None, "adam", "diagonal"])
-@pytest.mark.parametrize("kind", MODELS)
+@every_pair(metric=[None, "adam", "diagonal"], kind=list(MODELS))
 def test_a_copy_and_a_saved_state_go_on_bit_by_bit(kind, metric):
     model, batches = problem(kind)
     loss, settings = nn.CrossEntropyLoss(), {"momentum": 0.9, "lr": 0.3, "memory": 2, "metric": metric, "seed": 1}

@@ -12,6 +12,7 @@ import problems
 import reference
 import woodbury
 from benchmarks import noise
+from cases import every_pair
 from checks import refused, told
 from woodbury.fit.evidence import EvidenceRun, Start
 from woodbury.fit.limits import Limits
@@ -51,8 +52,7 @@ def same(value, expected, samples=200):
 # -- by validation --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("width", [10, 20, 40])
+@every_pair(seed=[0, 1], width=[10, 20, 40])
 def test_noise_is_not_memorised(width, seed):
     torch.manual_seed(seed)
     x = 2 * torch.rand(2210, 2, dtype=torch.float64) - 1
@@ -264,8 +264,7 @@ def dropout_network():
 KINDS = {"pair": noisy, "sampler": lambda: sampler, "loader": loader}
 
 
-@pytest.mark.parametrize("has_validation", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@every_pair(has_validation=[False, True], kind=list(KINDS))
 def test_losses_are_those_of_the_model_returned(kind, has_validation):
     model, other = dropout_network(), noisy(3, 25)
     batches = list(zip(*(own.split([20, 5]) for own in other), strict=True))

@@ -94,7 +94,6 @@ class Page:
         return self.all(".controls input")[self.legend().index(label)]
 
     def labels(self, chart):
-        """The curves that are drawn."""
         curves = self.all(f"[data-quantity={chart}] [id^=curve-]")
         names = {curve.get_attribute("id") for curve in curves if curve.is_displayed()}
         return [label for index, label in enumerate(self.legend()) if f"curve-{index}" in names]
@@ -108,7 +107,6 @@ class Page:
         return self.numbers(self.curve(chart, label)[-1].find_element("css selector", "path"))
 
     def numbers(self, path):
-        """Places of a path."""
         numbers = [float(number) for number in re.findall(r"-?[\d.]+(?:e[+-]?\d+)?", path.get_attribute("d"))]
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
@@ -133,7 +131,6 @@ class Page:
         return [[cell.text for cell in row.find_elements("css selector", "th, td")] for row in self.all(rows)]
 
     def ends(self):
-        """The table of where training ended."""
         return self.texts(".ends tbody tr")
 
 

@@ -83,9 +83,7 @@ class Dense:
         model, data, names = problem.model, (problem.inputs, problem.targets), reference.parameters(problem.model)
         prior = prior if isinstance(prior, dict) else dict.fromkeys(names, prior)
         self.theta = reference.theta(model)
-        self.delta = torch.cat(
-            [torch.full_like(own, prior[name]).flatten() for name, own in names.items()]
-        ).detach()
+        self.delta = reference.flat([torch.full_like(own, prior[name]) for name, own in names.items()]).detach()
         summed = copy.copy(problem.loss)
         summed.reduction = "sum"
         is_squared = isinstance(summed, nn.MSELoss)

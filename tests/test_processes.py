@@ -18,6 +18,7 @@ import problems
 import processes
 import reference
 import woodbury
+from checks import loop_step
 from fuzz.models import Parts
 from woodbury.optimizers import OPTIMIZERS
 
@@ -144,18 +145,11 @@ def test_processes_stay_bit_identical():
 
 
 def five_steps(how, wrapped, optimizer, inputs, targets):
-    def closure():
-        optimizer.zero_grad()
-        optimizer.loss(wrapped(inputs), targets).backward()
-
     for _ in range(5):
         if how == "step":
             optimizer.step(inputs, targets)
-        elif how == "closure":
-            optimizer.step(closure)
         else:
-            closure()
-            optimizer.step()
+            loop_step(optimizer, lambda: optimizer.loss(wrapped(inputs), targets).backward(), how)
 
 
 def in_a_loop(rank, world):

@@ -1,4 +1,4 @@
-"""The code in the README and in the docs runs as printed."""
+"""The code in the README and in the docs runs as printed; version, citation and wheel agree."""
 
 import importlib.util
 import re
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+
+import woodbury
+from tests.install import wheel
 
 README = Path(__file__).parent.parent / "README.md"
 PAGES = sorted((README.parent / "docs").rglob("*.md"))
@@ -115,3 +119,31 @@ def test_links_hold_on_a_package_index(monkeypatch):
     monkeypatch.delenv(build.VARIABLE)
     hook.update(plain := {})
     assert plain == {"readme": {"content-type": "text/markdown", "text": README.read_text()}}
+
+
+# -- the version, the citation and the wheel ------------------------------------------------------------
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_changelog_and_citation_have_the_version_of_the_package():
+    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## \[(.*?)\]", log, flags=re.MULTILINE)
+    assert headings[:2] == ["Unreleased", woodbury.__version__]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == woodbury.__version__
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)  # what the format asks for
+    (paper,) = citation["references"]
+    assert [own["family-names"] for own in paper["authors"]] == ["Ren", "Goldfarb"]
+    assert "1906.02353" in paper["url"]
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_runs_the_first_example(monkeypatch, capfd):
+    """Installed into an empty folder, beside the torch that is there. `make test-install` takes others."""
+    monkeypatch.setattr(sys, "argv", ["wheel", f"{sys.executable}=installed"])
+    status = wheel.main()
+    said = capfd.readouterr()
+    assert status == 0, said.err
+    assert f"woodbury {woodbury.__version__}\n" in said.out

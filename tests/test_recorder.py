@@ -28,7 +28,6 @@ def start(folder, method="mine", seed=0, **more):
 
 
 def numbers_of(folder):
-    """The steps that a folder holds."""
     (run,) = load([folder])
     return [record["step"] for record in run.steps]
 

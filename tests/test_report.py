@@ -65,7 +65,6 @@ def write_run(
 
 
 def page_data(runs):
-    """The numbers inside the page."""
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', report.html(runs), re.DOTALL)
     assert match is not None
     return json.loads(match[1])

@@ -33,8 +33,18 @@ def kronecker_block(averages, outputs, width):
     return dense.reshape(outputs * (width + 1), -1)[index][:, index]
 
 
-def check_exact(model, loss, x, t):
+@pytest.mark.parametrize("name", ["softmax", "logistic", "logistic-many", "squared", "a linear network"])
+def test_one_sample_and_a_linear_network_are_exact(name):
     """A (x) G is the diagonal block of the Gauss-Newton matrix by dense autograd, for every layer."""
+    if name == "a linear network":
+        model, loss, (x, t) = (
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(),
+            nn.MSELoss(),
+            batch(9, 3, 2),
+        )
+    else:
+        model, loss, x, t = problems.make(name)
+        x, t = x[:1], t[:1]
     B = reference.curvature_matrix(reference.per_sample(model, loss, x, t), "gauss-newton")
     optimizer, start = woodbury.KFAC(model, loss), 0
     optimizer.step(x, t)
@@ -44,16 +54,6 @@ def check_exact(model, loss, x, t):
             ours = kronecker_block(optimizer.state["averages"][layer], module.out_features, module.in_features)
             assert reference.relative_error(ours, B[start:stop, start:stop]) <= bounds.rounding(stop - start)
             start = stop
-
-
-@pytest.mark.parametrize("name", ["softmax", "logistic", "logistic-many", "squared"])
-def test_one_sample_is_exact(name):
-    problem = problems.make(name)
-    check_exact(problem.model, problem.loss, problem.inputs[:1], problem.targets[:1])
-
-
-def test_linear_network_with_squared_error_is_exact():
-    check_exact(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), nn.MSELoss(), *batch(9, 3, 2))
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])

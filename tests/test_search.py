@@ -72,8 +72,7 @@ def test_a_direction_without_curvature_gets_no_weight():
     assert abs(c[0] - 0.5) <= bounds.rounding(1) and c[1] == 0
 
 
-@pytest.mark.parametrize("start", [2.0, 1.0, 2.0**-7, 2.0**-20])
-@pytest.mark.parametrize("minimum", [1.9, 0.3, 2.0**-9.2, 2.0**-19])
+@every_pair(start=[2.0, 1.0, 2.0**-7, 2.0**-20], minimum=[1.9, 0.3, 2.0**-9.2, 2.0**-19])
 def test_the_length_is_the_best_power_of_two_from_any_start(start, minimum):
     trials = []
 
@@ -397,7 +396,6 @@ def test_corrections_that_leave_the_domain_of_a_model_are_left_out(monkeypatch):
 
 
 def objective(problem, data, decay):
-    """The loss on some samples, with weight decay."""
     with torch.no_grad():
         theta = reference.flat(reference.parameters(problem.model).values())
         return float(problem.loss(problem.model(data[0]), data[1]) + 0.5 * decay * theta @ theta)
@@ -471,8 +469,7 @@ def test_the_depth_follows_the_steps_of_an_optimizer():
     assert max(depths) >= 2 and any(after < before for before, after in pairwise(depths))
 
 
-@pytest.mark.parametrize("name", ["softmax", "squared"])
-@pytest.mark.parametrize("metric", [None, "diagonal"])
+@every_pair(name=["softmax", "squared"], metric=[None, "diagonal"])
 def test_verify_checks_the_system_of_the_smallest_damping_in_the_metric_of_a_search(name, metric):
     problem = problems.make(name)
     optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, metric=metric)

@@ -47,7 +47,6 @@ def unbatched(monkeypatch):
 
 
 def batch(*shape, n=N):
-    """Random inputs and classes."""
     return torch.randn(n, *shape, dtype=torch.float64), torch.randint(CLASSES, (n,))
 
 

@@ -58,8 +58,7 @@ def test_the_noise_is_found_and_the_error_bars_hold(noisy):
 def dense_posterior(estimator, X, weights, hessian):
     """P and the diagonal of the prior, with hessian(outputs) of the likelihood of a sample."""
     model, prior = estimator.model_, estimator.posterior_.prior
-    delta = [torch.full_like(own, prior[name]).flatten() for name, own in model.named_parameters()]
-    delta = torch.cat(delta).detach()
+    delta = reference.flat([torch.full_like(own, prior[name]) for name, own in model.named_parameters()]).detach()
     inputs, P = standardised(estimator, X), torch.diag(delta)
     for J, x, weight in zip(reference.jacobians(model, inputs, len(X)), inputs, weights, strict=True):
         P = P + float(weight) * J.T @ hessian(model(x).detach()) @ J

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,7 @@ def test_memory_written_again_by_the_trial_pass_is_refused_before_anything_chang
 # -- types and hooks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["softmax", "pictures"])
-@pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "hf"])
+@every_pair(name=["softmax", "pictures"], kind=["smw-gn", "smw-ng", "hf"])
 def test_a_model_brought_to_another_type_after_a_step_is_seen(kind, name):
     problem, fresh = problems.make(name), problems.make(name)
     optimizer = OPTIMIZERS[kind](problem.model, problem.loss, damping=1.0)
@@ -208,10 +208,7 @@ def with_running_statistics():
     return Running().double(), nn.MSELoss(), batch(3, 5), batch(2)
 
 
-def plain_chain():
-    return problems.make("softmax")
-
-
+plain_chain = partial(problems.make, "softmax")
 CASES = {
     "chain": (plain_chain, "smw-ng", {"curvature_samples": 4}, 37),
     "momentum": (plain_chain, "smw-gn", {"momentum": 0.5, "weight_decay": 0.1, "curvature_samples": 4}, 47),
@@ -278,8 +275,7 @@ def test_rows_and_errors_leave_everything_as_it_was():
         assert everything(model, optimizer) == before and torch.equal(torch.get_rng_state(), random)
 
 
-@pytest.mark.parametrize("name", ["softmax", "pictures"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_pair(name=["softmax", "pictures"], kind=list(OPTIMIZERS))
 def test_two_equal_runs_are_bit_identical(kind, name):
     ends = []
     for _ in range(2):

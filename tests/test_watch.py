@@ -14,7 +14,7 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
-from checks import refused, silence, told
+from checks import loop_step, refused, silence, told
 from fuzz.models import Parts
 
 N, CLASSES = 12, 3
@@ -48,19 +48,14 @@ def two(how, loss, given=None, method=woodbury.GaussNewton, make=network, **sett
 
 
 def in_loop(optimizer, criterion, inputs, targets, how, model=None):
-    """One step as a loop of the user's own takes it."""
     model = optimizer.model if model is None else model
 
-    def closure():
-        optimizer.zero_grad()
+    def backward():
         loss = criterion(model(inputs), targets)
         loss.backward()
         return loss
 
-    if how == "watch":
-        closure()
-        return optimizer.step()
-    return optimizer.step(closure) if how == "closure" else optimizer.step(closure=closure)
+    return loop_step(optimizer, backward, how)
 
 
 def error_of(expected, optimizer):

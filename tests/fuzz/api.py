@@ -601,7 +601,6 @@ class Trial:
 
 
 def run_case(seed, number):
-    """The result of one case."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -349,7 +349,6 @@ class Fuzzer:
         return self._whole[name]
 
     def case(self, seed, number, only=None):
-        """One case, which depends on its two numbers alone."""
         draw = random.Random(f"{seed}:{number}")
         names = [only] if only else list(self.targets)
         name = draw.choices(names, [self.targets[name].weight for name in names])[0]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import woodbury
 from tests.bounds import rounding
+from tests.checks import loop_step
 
 from .dense import dense_parameters
 
@@ -212,19 +213,13 @@ class Loop:
         return list(zip(self.inputs.chunk(self.parts), self.targets.chunk(self.parts), strict=True))
 
     def step(self, change, loss, ending):
-        def closure():
-            self.optimizer.zero_grad()
+        def backward():
             for x, t in self.batches():
                 ending(loss(change(self.model(x)), t), self.model, self.optimizer)
 
-        if self.how == "closure":
-            self.optimizer.step(closure)
-        else:
-            closure()
-            self.optimizer.step()
+        loop_step(self.optimizer, backward, self.how)
 
     def run(self):
-        """What came of it."""
         parts, self.parts = self.parts, 1
         for name in self.ordinary:
             self.step(STEPS["nothing"][0], LOSSES[name][0], ENDINGS["backward"][0])
@@ -263,7 +258,6 @@ class Loop:
 
 
 def main(count, seed):
-    """How many loops came to what."""
     results = Counter()
     for number in range(seed, seed + count):
         loop = Loop(number)

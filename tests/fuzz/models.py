@@ -79,7 +79,6 @@ def list_twice(width, names=False):
 
 
 def twice(width):
-    """A module called twice."""
     return Parts(lambda m, x: m.inner(torch.tanh(m.inner(x))), inner=nn.Linear(width, width))
 
 
@@ -120,8 +119,6 @@ class Attention(Parts):
 
 
 class Function(Parts):
-    """A function as a module."""
-
     def __init__(self, function, *arguments):
         super().__init__(function=function, arguments=arguments)
 

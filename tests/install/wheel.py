@@ -30,7 +30,7 @@ PLAIN = [
 FOR_TESTS = ["hypothesis", "numpy", "pytest", "scipy"]
 CORE_TESTS = [
     *("test_layers", "test_losses", "test_rows", "test_smw", "test_chain", "test_attention", "test_recurrent"),
-    *("test_optim_contract", "test_state", "test_sharing", "test_laplacian", "test_forward_mode", "test_fit"),
+    *("test_optim_contract", "test_state", "test_sharing", "test_laplacian", "test_displacement", "test_fit"),
 ]
 NEEDS_EXTRA = 'The command line needs typer: pip install "woodbury[experiments]"'
 

@@ -252,7 +252,6 @@ def main(arguments=None):
             counts, faults = soak(kills, makes, draw, Path(root))
         print(file=sys.stderr)
         shown = ", ".join(f"{number} {name}" for name, number in counts.items())
-        shown = ", ".join(f"{number} {name}" for name, number in counts.items())
         seconds = time.monotonic() - started
         print(f"{shown}; {seconds:.0f} s: {'FAULTS' if faults else 'all equal'}", *faults, sep="\n")
         status = 1 if faults else status
