@@ -25,7 +25,7 @@ class Numbers(NamedTuple):
     bent: Truth = False
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class StepInfo:
     """What happened in a step, as 0-dim tensors (reading one waits for the device); `as_dict` gives plain numbers.
 
@@ -53,10 +53,14 @@ class StepInfo:
     share: Tensor
     bent: Tensor
 
-    def __init__(self, numbers: Numbers | Tensor) -> None:
-        vars(self)["_numbers"] = numbers
+    @classmethod
+    def later(cls, numbers: Numbers | Tensor) -> StepInfo:
+        """From `Numbers`, or a tensor of these: each is made when it is asked for, as few steps are looked at."""
+        info = cls.__new__(cls)
+        vars(info)["_numbers"] = numbers
+        return info
 
-    def __getattr__(self, name: str) -> Tensor:  # made when it is asked for, as few steps are looked at
+    def __getattr__(self, name: str) -> Tensor:  # what is not there yet
         names, numbers = list(self.__dataclass_fields__), vars(self).get("_numbers")
         if numbers is None or name not in names:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -67,7 +67,7 @@ class RecordedStep:
             nonlocal launched
             # in one line: an interrupt falls before it or after it
             launched = launched or graph.replay() is None  # type: ignore[func-returns-value]
-            done(StepInfo(graph.results.clone()))
+            done(StepInfo.later(graph.results.clone()))
 
         self.context.state.update(found.state)
         self.context.transaction.commit(finish)

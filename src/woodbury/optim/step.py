@@ -156,7 +156,7 @@ class Step:
         # all at once: on a device that is one kernel, and what they come from may be overwritten later
         damping, *computed = compute(proposal.gains["damping"], *_SHOWN(proposal))
         numbers = Numbers(*computed)
-        state, info = proposal.gains | {"damping": damping}, StepInfo(numbers)
+        state, info = proposal.gains | {"damping": damping}, StepInfo.later(numbers)
         if any(self.hyper.momentum.values()):
             state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted).named()
         versions = {name: parameter._version for name, parameter in problem.plan.parameters.items()}

@@ -54,7 +54,7 @@ class FirstOrder(torch.optim.Optimizer):
         loss = check_loss(scalar(value.detach()))
         value.backward()
         super().step()
-        self.last = StepInfo(Numbers(loss, *[math.nan] * 4, accepted=True))
+        self.last = StepInfo.later(Numbers(loss, *[math.nan] * 4, accepted=True))
         return self.last
 
 
