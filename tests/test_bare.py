@@ -156,7 +156,7 @@ def test_rows_and_steps_of_bare_parameters_are_the_dense_ones(name):
     check_directions(model, LOSS, inputs, targets, [2, 0])
 
 
-@pytest.mark.parametrize("index, name", enumerate(MODELS))
+@pytest.mark.parametrize("index, name", list(enumerate(MODELS)))
 def test_steps_of_bare_parameters_need_no_fallback_at_any_batch_size(index, name):
     """Of both methods in turn."""
     kind = list(METHODS)[index % 2]
@@ -181,7 +181,7 @@ def test_dropout_leaves_bare_parameters_their_rule():
         assert optimizer._plan().findings.fallback_method is None
 
 
-@pytest.mark.parametrize("index, name", enumerate(MODELS))
+@pytest.mark.parametrize("index, name", list(enumerate(MODELS)))
 def test_bare_parameters_under_autocast(index, name):
     """Rows have the type of the parameters, and what bfloat16 leaves of their digits; both methods in turn."""
     kind = list(METHODS)[1 - index % 2]

@@ -335,7 +335,7 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     return corrections
 
 
-@pytest.mark.parametrize("index, name", enumerate(problems.PROBLEMS))
+@pytest.mark.parametrize("index, name", list(enumerate(problems.PROBLEMS)))
 def test_the_step_is_the_dense_combination_with_its_bend(index, name):
     """The metric: the identity and the diagonal of the curvature in turn."""
     check_against_dense(problems.make(name), metric=(None, "diagonal")[index % 2])
@@ -408,7 +408,9 @@ def narrow_fit():
     return problems.Problem(model, nn.MSELoss(), inputs, torch.cat([inputs.sin(), inputs.square()], 1))
 
 
-@pytest.mark.parametrize("index, name", enumerate(sorted(problems.PROBLEMS.keys() - {*NOT_IN_THE_ROWS})[::2]))
+@pytest.mark.parametrize(
+    "index, name", list(enumerate(sorted(problems.PROBLEMS.keys() - {*NOT_IN_THE_ROWS})[::2]))
+)
 def test_the_deep_rung_goes_on_by_conjugate_gradients(index, name):
     """Four ways in turn: by itself, further on, in a metric, judged by other samples."""
     problem, some = problems.make(name), [0, 2, 3, 5]

@@ -29,7 +29,7 @@ def dense(problem, subset, damping, kind, **options):
     return reference.dense_direction(*problem, subset, damping, kind, **options)
 
 
-@pytest.mark.parametrize("index, name", enumerate(problems.PROBLEMS))
+@pytest.mark.parametrize("index, name", list(enumerate(problems.PROBLEMS)))
 def test_gauss_newton_equals_the_papers_equations_6_and_7(index, name):
     """With each kind of subset in turn."""
     problem, subset = problems.make(name), list(SUBSETS.values())[index % 3]

@@ -110,7 +110,7 @@ def kept(device: torch.device) -> Iterator[Snapshot]:
 
 def as_plain(state: Snapshot) -> dict[str, Any]:
     """Plain values and tensors, for a file; `from_plain` gives the state again."""
-    numpy = state.numpy and (state.numpy[0], state.numpy[1].tolist(), *state.numpy[2:])
+    numpy = state.numpy and (state.numpy[0], [*map(int, state.numpy[1])], *state.numpy[2:])
     return {"cpu": state.cpu, "cuda": state.cuda, "python": state.python, "numpy": numpy}
 
 

@@ -66,7 +66,7 @@ class RecordedStep:
         def finish() -> None:
             nonlocal launched
             # in one line: an interrupt falls before it or after it
-            launched = launched or graph.replay() is None  # type: ignore[func-returns-value]
+            launched = launched or graph.replay() is None
             done(StepInfo.later(graph.results.clone()))
 
         self.context.state.update(found.state)

@@ -303,7 +303,8 @@ def _judge_of(quadratic: AnyQuadratic, objective: Objective, rungs: Sequence[Run
         slopes = torch.tensor(quadratic.slopes(vectors, images), dtype=torch.float64, device="cpu")
         factors = images[:, : quadratic.curvature_rows].double() / float(quadratic.divisor) ** 0.5
     else:
-        objective = on_samples(objective.passes, *quadratic.held_out, quadratic.decay)
+        inputs, targets = quadratic.held_out
+        objective = on_samples(objective.passes, inputs, targets, quadratic.decay)
         slopes, factors = _push_forward(quadratic, objective, vectors)
     products = (factors @ factors.T).cpu()
     if quadratic.decay is not None:  # p_i^T W p_j

@@ -54,7 +54,8 @@ class FirstOrder(torch.optim.Optimizer):
         loss = check_loss(scalar(value.detach()))
         value.backward()
         super().step()
-        self.last = StepInfo.later(Numbers(loss, *[math.nan] * 4, accepted=True))
+        absent = math.nan
+        self.last = StepInfo.later(Numbers(loss, absent, absent, absent, absent, True))
         return self.last
 
 
