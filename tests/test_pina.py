@@ -65,8 +65,8 @@ def problem(equation=None):
         }
 
     found = Poisson()
-    found.discretise_domain(n=20, mode="random", domains=["inside"])
-    found.discretise_domain(n=12, mode="random", domains=["edge"])
+    found.discretise_domain(n=8, mode="grid", domains=["inside"])  # 64 points
+    found.discretise_domain(n=8, mode="grid", domains=["edge"])
     return found
 
 
