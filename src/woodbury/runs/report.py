@@ -149,7 +149,7 @@ def charts(groups: Sequence[Group], panels: Sequence[Panel]) -> dict[str, Any]:
 
 def _chart(groups: Sequence[Group], panel: Panel, horizontal: str) -> str:
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.2, 3.6), layout="constrained")
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
         _draw_panel(figure.subplots(), groups, panel, horizontal)
     return _svg(figure)
 
