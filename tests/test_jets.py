@@ -13,6 +13,7 @@ import reference
 import woodbury
 from checks import silence
 from fuzz.models import Parts
+from test_laplacian import build
 from test_search import WrongTwice
 from woodbury.layers.shared import SharedRows
 
@@ -81,12 +82,6 @@ ACTIVATIONS = [
 ]
 MODELS = ANSATZ | {f"activation {at}": lambda kind=kind: network(kind) for at, kind in enumerate(ACTIVATIONS)}
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-
-
-def build(make):
-    """A model in float64, always the same."""
-    torch.manual_seed(0)
-    return make().double()
 
 
 def draw():

@@ -325,26 +325,20 @@ def derivative_bound(model):
 
 
 @every_model
-def test_gradients_in_the_parameters_and_those_of_each_sample_by_torch_func(make):
+def test_gradients_of_each_sample_by_torch_func(make):
+    """Those of all samples together are in every step below."""
     model, points = build(make), draw()
-    params = dict(model.named_parameters())
+    params, whole = dict(model.named_parameters()), Parts(lambda m, x: residual(m.model, x), model=model)
 
     def one(values, point):
-        return _call(model, residual, values, point[None]).sum()
+        named = {f"model.{name}": value for name, value in values.items()}
+        return torch.func.functional_call(whole, named, (point[None],)).sum()
 
-    by_func = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, points)
-    ours = torch.autograd.grad(residual(model, points).sum(), list(params.values()))
-    sums = [dense_residual(model, point[None]).sum() for point in points]
-    theirs = [torch.autograd.grad(own, list(params.values())) for own in sums]
-    for name, own, each in zip(params, ours, map(torch.stack, zip(*theirs, strict=True)), strict=True):
-        torch.testing.assert_close(by_func[name], each, atol=derivative_bound(model), rtol=0)
-        torch.testing.assert_close(own, each.sum(0), atol=POINTS * derivative_bound(model), rtol=0)
-
-
-def _call(model, function, values, points):
-    """function(model, points) with other parameters."""
-    named = {f"model.{name}": value for name, value in values.items()}
-    return torch.func.functional_call(Parts(lambda m, x: function(m.model, x), model=model), named, (points,))
+    ours = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, points)
+    for index, point in enumerate(points):
+        theirs = torch.autograd.grad(dense_residual(model, point[None]).sum(), list(params.values()))
+        for name, own in zip(params, theirs, strict=True):
+            torch.testing.assert_close(ours[name][index], own, atol=derivative_bound(model), rtol=0)
 
 
 @every_model
