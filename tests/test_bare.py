@@ -15,7 +15,6 @@ from fuzz.models import Parts, drawn
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
 from woodbury import _random
 from woodbury._vector import flatten
-from woodbury.layers import ExplicitRows
 from woodbury.model.fallback import Pass, WrittenRows
 from woodbury.model.plan import plan_layers
 
@@ -216,7 +215,17 @@ def both():
     return Parts(lambda m, x: torch.tanh(m.gain * x.mean(1)) @ m.weight, **parts)
 
 
-@pytest.mark.parametrize("make, name", [(indexed, "table"), (product, "weight"), (both, "weight")])
+def affine_and_product():
+    """The first module's parameters are bare, that of the second is not."""
+    model = nn.Sequential(affine(WIDTH), product())
+    model[1].run = lambda m, x: x @ m.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [(indexed, "table"), (product, "weight"), (both, "weight"), (affine_and_product, r"1\.weight")],
+)
 def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make, name):
     model = make().double()
     inputs, targets = batch("affine", N)
@@ -254,15 +263,6 @@ def test_an_axis_that_only_looks_like_that_of_samples_gives_no_wrong_rows(n):
     else:
         check_rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [0, 2], fallback="autograd")
-
-
-def test_a_model_with_bare_parameters_and_others_keeps_both_ways():
-    model = nn.Sequential(affine(WIDTH), product()).double()
-    model[1].run = lambda m, x: x @ m.weight
-    inputs, targets = batch("affine", N)
-    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
-    forms = woodbury.rows(model, LOSS, inputs, targets, fallback="autograd").forms
-    assert isinstance(forms["0"], ExplicitRows) and isinstance(forms["1"], ExplicitRows)
 
 
 # -- rows by expanded weights, for every kind of use that they take -------------------------------------
@@ -346,31 +346,3 @@ def test_rows_by_expanded_weights_are_those_of_a_loop_over_samples(name):
                 found = rows[own][sample, column]
                 assert float((found - expected).abs().max()) <= bound * scale, (name, own)
                 assert name != "second derivatives" or found.is_contiguous()  # they are multiplied without a copy
-
-
-def test_uses_that_mix_samples_or_hide_them_give_other_outputs_or_an_error():
-    """What `WrittenRows.compute` notices: it takes another method then."""
-    model = nn.LSTM(WIDTH, 3, proj_size=2, batch_first=True).double()
-    x = torch.randn(*POSITIONS, dtype=torch.float64)
-    outputs = model(x)[0].reshape(N, -1)
-    parameters = dict(model.named_parameters())
-    taken = Pass(plan_layers(model, parameters, True), lambda model, x: model(x)[0], x, outputs)
-    with pytest.raises((RuntimeError, TypeError, ValueError)):
-        WrittenRows(taken, parameters, torch.ones(N, 1, outputs.shape[1]).double()).by_expansion()
-
-
-def test_a_model_that_maps_over_samples_itself_takes_another_method():
-    """Otherwise every sample would meet the copies of all: n^2 of them."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    x = torch.randn(N, 2, dtype=torch.float64)
-
-    def mapped(model, x):
-        return torch.func.vmap(lambda own: torch.func.jvp(model, (own,), (torch.ones_like(own),))[1])(x)
-
-    parameters = dict(model.named_parameters())
-    taken = Pass(plan_layers(model, parameters, True), mapped, x, mapped(model, x))
-    with pytest.raises(RuntimeError, match="maps over samples by itself"):
-        WrittenRows(taken, parameters, torch.ones(N, 1, 1).double()).by_expansion()
-    own = woodbury.rows(model, None, x, forward=mapped, fallback="autograd").dense()
-    slope = woodbury.rows(model, None, x, forward=lambda m, x: woodbury.laplacian(m, x).gradient.sum(-1)).dense()
-    assert float((own - slope).abs().max()) <= bounds.rounding(20) * float(slope.abs().max())

@@ -9,9 +9,7 @@ import problems
 import reference
 import woodbury
 from woodbury.model.capture import call_model, capture
-from woodbury.model.fallback import Pass
 from woodbury.model.plan import plan_layers
-from woodbury.model.tangents import second_derivative
 from woodbury.quadratic.displacement import Displacement
 from woodbury.taylor import derivatives_along
 
@@ -118,14 +116,3 @@ def test_functions_that_torch_gets_wrong_raise(function):
     point = point @ point.mT + torch.eye(3, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="wrong second derivative of"):
         derivatives_along(function, point, direction)
-
-
-def test_where_a_second_derivative_would_be_wrong_there_is_none():
-    class Determinant(nn.Linear):
-        def forward(self, x):
-            return torch.linalg.det(super().forward(x).unflatten(1, (2, 2))).unsqueeze(1)
-
-    model, (inputs, _) = Determinant(3, 4).double(), draw(5, 3)
-    parameters = {name: own.detach() for name, own in model.named_parameters()}
-    plan = plan_layers(model, dict(model.named_parameters()), True)
-    assert second_derivative(Pass(plan, call_model, inputs, model(inputs)), parameters) is None

@@ -13,6 +13,7 @@ import reference
 import woodbury
 from checks import silence
 from fuzz.models import Parts
+from test_laplacian import build
 from test_search import WrongTwice
 from woodbury.layers.shared import SharedRows
 
@@ -68,6 +69,9 @@ ANSATZ = {
     "branches": on_points(lambda parts, x: torch.where(x[:, :1] > 0, parts.net(x), parts.net(-x) * 2)),
     "layer norm": lambda: nn.Sequential(network(outputs=3), nn.LayerNorm(3), nn.Linear(3, 1)),
     "no rule": on_points(lambda m, x: torch.einsum("ni,ni->n", x, torch.softmax(m.net(x) * x, 1))[:, None]),
+    "scaled": lambda: nn.Sequential(
+        woodbury.Scale.inputs(5 * draw() + 3), network(), woodbury.Scale.targets(draw()[:, :1])
+    ),
     "residual": lambda: Parts(residuals, first=nn.Linear(2, 4), second=nn.Linear(4, 4), last=nn.Linear(6, 1)),
     "function of weights": on_points(lambda parts, x: F.linear(x, parts.net[0].weight).tanh()),
 }  # fmt: skip
@@ -78,12 +82,6 @@ ACTIVATIONS = [
 ]
 MODELS = ANSATZ | {f"activation {at}": lambda kind=kind: network(kind) for at, kind in enumerate(ACTIVATIONS)}
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-
-
-def build(make):
-    """A model in float64, always the same."""
-    torch.manual_seed(0)
-    return make().double()
 
 
 def draw():

@@ -11,7 +11,10 @@ import reference
 import woodbury
 from cases import every_pair
 from fuzz.models import Parts
+from test_search import outputs_along, second_derivatives
 from woodbury.layers.shared import SharedRows
+from woodbury.model.capture import capture
+from woodbury.model.plan import plan_layers
 
 POINTS = 7
 
@@ -322,57 +325,39 @@ def derivative_bound(model):
 
 
 @every_model
-def test_gradients_in_the_parameters_and_those_of_each_sample_by_torch_func(make):
+def test_gradients_of_each_sample_by_torch_func(make):
+    """Those of all samples together are in every step below."""
     model, points = build(make), draw()
-    params = dict(model.named_parameters())
+    params, whole = dict(model.named_parameters()), Parts(lambda m, x: residual(m.model, x), model=model)
 
     def one(values, point):
-        return _call(model, residual, values, point[None]).sum()
+        named = {f"model.{name}": value for name, value in values.items()}
+        return torch.func.functional_call(whole, named, (point[None],)).sum()
 
-    by_func = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, points)
-    ours = torch.autograd.grad(residual(model, points).sum(), list(params.values()))
-    sums = [dense_residual(model, point[None]).sum() for point in points]
-    theirs = [torch.autograd.grad(own, list(params.values())) for own in sums]
-    for name, own, each in zip(params, ours, map(torch.stack, zip(*theirs, strict=True)), strict=True):
-        torch.testing.assert_close(by_func[name], each, atol=derivative_bound(model), rtol=0)
-        torch.testing.assert_close(own, each.sum(0), atol=POINTS * derivative_bound(model), rtol=0)
-
-
-def _call(model, function, values, points):
-    """function(model, points) with other parameters."""
-    named = {f"model.{name}": value for name, value in values.items()}
-    return torch.func.functional_call(Parts(lambda m, x: function(m.model, x), model=model), named, (points,))
+    ours = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, points)
+    for index, point in enumerate(points):
+        theirs = torch.autograd.grad(dense_residual(model, point[None]).sum(), list(params.values()))
+        for name, own in zip(params, theirs, strict=True):
+            torch.testing.assert_close(ours[name][index], own, atol=derivative_bound(model), rtol=0)
 
 
 @every_model
-def test_first_and_second_derivatives_along_a_step_by_forward_mode_and_along_many_at_once(make):
+def test_derivatives_along_a_step_go_by_forward_mode_for_many_steps_at_once(make):
     model, points = build(make), draw()[:3]
-    base = {name: p.detach() for name, p in model.named_parameters()}
-    step = {name: torch.randn_like(p) for name, p in base.items()}
-
-    def along(function, t):
-        return _call(model, function, {name: base[name] + t * step[name] for name in base}, points)
-
-    def slope(t):
-        return torch.func.jvp(lambda s: along(residual, s), (t,), (torch.ones_like(t),))[1]
-
-    start = torch.zeros((), dtype=torch.float64)
-    first, second = torch.func.jvp(slope, (start,), (torch.ones_like(start),))
-    t = start.clone().requires_grad_()
-    outputs = along(dense_residual, t).flatten()
-    size = 1 + sum(float(value.abs().sum()) for value in step.values())
-    for i, output in enumerate(outputs):
-        (slope_at,) = torch.autograd.grad(output, t, create_graph=True)
-        (bend_at,) = torch.autograd.grad(slope_at, t, retain_graph=True)
-        assert abs(float(first.flatten()[i] - slope_at)) <= rounding(model) * size
-        assert abs(float(second.flatten()[i] - bend_at)) <= rounding(model) * size**2
-
-    def push(step):
-        return torch.func.jvp(lambda values: _call(model, residual, values, points), (base,), (step,))[1]
-
-    both = torch.func.vmap(push)({name: torch.stack([own, -2 * own]) for name, own in step.items()})
-    for found, factor in zip(both, (1, -2), strict=True):
-        torch.testing.assert_close(found, factor * first, atol=2 * rounding(model) * size, rtol=0)
+    plan = plan_layers(model, dict(model.named_parameters()), False)
+    captured = capture(plan, residual, points, len(points))
+    steps = [{name: torch.randn_like(p) for name, p in model.named_parameters()} for _ in range(2)]
+    first, second = captured.push_forward(steps), captured.second_derivative(steps[0])
+    assert plan.findings.forward_order == 2
+    for image, step in zip(first, steps, strict=True):
+        p = reference.flat(step.values())
+        start, size = torch.zeros((), dtype=torch.float64), 1 + float(p.abs().sum())
+        along = outputs_along(model, points, p, dense_residual)
+        slope = torch.autograd.functional.jacobian(along, start)
+        torch.testing.assert_close(image, slope, atol=rounding(model) * size, rtol=0)
+        if step is steps[0]:
+            bend = second_derivatives(model, points, p, dense_residual)
+            torch.testing.assert_close(second, bend, atol=rounding(model) * size**2, rtol=0)
 
 
 # In an optimizer

@@ -109,21 +109,6 @@ def test_a_fit_takes_raw_columns_where_it_fails_without_scales():
     assert losses[0] < 1e-4 < 0.1 < losses[1]
 
 
-def test_rows_and_laplacians_are_those_of_autograd():
-    x, y = table(5)
-    model = scaled_model(x, y)
-    parameters = dict(model.named_parameters())
-    jacobian = torch.func.jacrev(lambda own: torch.func.functional_call(model, own, (x,)).sum(1))(parameters)
-    dense = torch.cat([jacobian[name].flatten(1) for name in parameters], 1)
-    rows = woodbury.rows(model, None, x).dense()
-    torch.testing.assert_close(rows, dense)
-    found = woodbury.laplacian(model, x)
-    gradient = torch.stack([torch.func.jacrev(model)(own)[0] for own in x])
-    hessians = torch.stack([torch.func.hessian(model)(own)[0] for own in x])
-    torch.testing.assert_close(found.gradient[:, 0], gradient)
-    torch.testing.assert_close(found.laplacian[:, 0], hessians.diagonal(dim1=1, dim2=2).sum(1))
-
-
 # -- columns far from (-1, 1) are said once; others are not ---------------------------------------------
 
 

@@ -238,7 +238,9 @@ def _multiply_parts(kind: Any, a: Parts, b: Parts) -> Parts:
 
 
 def _divide(func: Function, a: Any, b: Any, **options: Any) -> Any:
-    return NotImplemented if options else torch.reciprocal(b) * a if isinstance(b, Tensor) else a * (1 / b)
+    if options:
+        return NotImplemented
+    return torch.reciprocal(b) * a if isinstance(b, Tensor) else a * (1 / b)
 
 
 def _power(func: Function, base: Any, exponent: Any) -> Any:

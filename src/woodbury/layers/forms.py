@@ -333,9 +333,16 @@ def add_onto(gram: Tensor, onto: Tensor | None) -> Tensor:
 
 def shifted_product(a: Tensor, b: Tensor, bias: bool, dtype: torch.dtype | None = None) -> Tensor:
     """a b^T + 1, (n, n'), or a b^T for a layer without bias; accumulated in `dtype` if one is given."""
-    if dtype is not None and dtype != a.dtype:
-        a, b = (a.to(dtype),) * 2 if a is b else (a.to(dtype), b.to(dtype))
+    a, b = _both_in(dtype, a, b)
     return linear(a, b, ones(b.shape[0], b.dtype, b.device) if bias else None)
+
+
+def _both_in(dtype: Dtype, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b in dtype, if that is not None; where they are one tensor, they stay one."""
+    if dtype is None or dtype == a.dtype:
+        return a, b
+    converted = a.to(dtype)
+    return converted, converted if a is b else b.to(dtype)
 
 
 _FUSED = 2**17  # outputs from which a GPU is faster with b added within the product
@@ -366,11 +373,8 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
 
     A large a a^T in strips of rows, each up to the diagonal: 5/8 of the work in four of them.
     """
-    same = a is b
-    if dtype is not None and dtype != a.dtype:
-        a = a.to(dtype)
-        b = a if same else b.to(dtype)
-    if same and _strips(a) > 1:
+    a, b = _both_in(dtype, a, b)
+    if a is b and _strips(a) > 1:
         return add_own_product(a.new_empty(a.shape[0], a.shape[0]), a, beta=0)
     return linear(a, b, None)
 

@@ -168,8 +168,9 @@ class OuterRows(WeightRows):
         """s_W v . v' + s_b, (n, n'), without the term of an absent or frozen parameter."""
         if self.weight is not None and scales is None:
             return shifted_product(self.inputs, inputs, self.bias is not None, dtype)
-        weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
-        bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
+        scales = dict.fromkeys(self.parameters, 1.0) if scales is None else scales
+        weight = 0.0 if self.weight is None else scales[self.weight]
+        bias = 0.0 if self.bias is None else scales[self.bias]
         return product(self.inputs, inputs, dtype) * weight + bias
 
     def gram_head(self, row_count: int, dtype: Dtype, is_first: bool) -> Tensor:

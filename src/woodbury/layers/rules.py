@@ -163,12 +163,14 @@ def _products(pairs: Tensor, width: int, window: slice) -> Tensor:
 
 @rule_of(nn.Embedding)
 def embedding_rows(layer: nn.Embedding, inputs: Tensor, grads: Tensor) -> EmbeddingRows:
-    """z_s = W[x_s]: the row of W[x] is the sum of h_s over the positions s with x_s = x."""
-    n = inputs.shape[0]
+    """z_s = W[x_s]: the row of W[x] is the sum of h_s over all s with x_s = x, without padding."""
+    n, k = grads.shape[:2]
     indices = inputs.reshape(n, -1).long()
-    columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
+    columns = grads.reshape(n, k, -1, 1, grads.shape[-1])
+    if layer.padding_idx is not None:
+        columns = columns.masked_fill((indices == layer.padding_idx)[:, None, :, None, None], 0.0)
     shape = (layer.num_embeddings, layer.embedding_dim)
-    return EmbeddingRows((Part(indices.__getitem__, columns),), shape, layer.padding_idx)
+    return EmbeddingRows((Part(indices.__getitem__, columns),), shape)
 
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)

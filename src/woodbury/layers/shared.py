@@ -138,16 +138,11 @@ class EmbeddingRows(PartRows):
     only the indices that occur count, and only a block is written out.
     """
 
-    padding: int | None = None  # an index that contributes nothing
     weight: str = "weight"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.weight: self.shape}
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return *super().signature, self.padding
 
     def scaled(self, first: Tensor, others: Tensor) -> EmbeddingRows:
         parts = []
@@ -169,15 +164,14 @@ class EmbeddingRows(PartRows):
         return 1
 
     def inner(self, x: Tensor, y: Tensor, group: int) -> Tensor:
-        equal = x[:, :, None, None] == y
-        return equal if self.padding is None else equal & (y != self.padding)
+        return x[:, :, None, None] == y
 
     def gram_by_gradients(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
         """K from the gradients in the rows of W that occur."""
         same, count = other.parts is self.parts, len(self.parts)
         parts = self.parts if same else (*self.parts, *other.parts)
-        index_count, ranked = _renumber(parts, self.shape[0], self.padding)
-        own = replace(self, parts=ranked[:count], shape=(index_count, self.shape[1]), padding=None)
+        index_count, ranked = _renumber(parts, self.shape[0])
+        own = replace(self, parts=ranked[:count], shape=(index_count, self.shape[1]))
         return PartRows.gram_by_gradients(own, own if same else replace(own, parts=ranked[count:]), dtype)
 
     def write_gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
@@ -185,23 +179,14 @@ class EmbeddingRows(PartRows):
         numbers = part.columns * (indices.stop - indices.start + 1 + 3 * part.positions) * out.shape[-1]
         for window in windows(part.samples, self._byte_limit // out.element_size() // 8 // max(1, numbers)):
             x, h = part.read(window, out.dtype)
-            if self.padding is not None:
-                x = torch.where(x == self.padding, -1, x)  # in no chunk
             sums = _sums_by_index(x, h[:, :, :, 0, features], indices)
             out[row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums)
 
-    def _without_padding(self, indices: Tensor, values: Tensor) -> Tensor:
-        """Values (n, s, 1, o) with zeros at the padding index."""
-        return values if self.padding is None else values * (indices != self.padding)[:, :, None, None]
-
     def change(self, part: Part, window: slice, vector: Mapping[str, Tensor]) -> Tensor:
-        indices = part.features(window)
-        return self._without_padding(indices, vector[self.weight][indices].unsqueeze(2))
+        return vector[self.weight][part.features(window)].unsqueeze(2)
 
     def add_gradient(self, total: Mapping[str, Tensor], part: Part, window: slice, grads: Tensor) -> None:
-        indices = part.features(window)
-        values = self._without_padding(indices, grads)
-        total[self.weight].index_add_(0, indices.flatten(), values.flatten(0, 2))
+        total[self.weight].index_add_(0, part.features(window).flatten(), grads.flatten(0, 2))
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
         width = self.shape[1]
@@ -218,8 +203,8 @@ def _sums_by_index(indices: Tensor, columns: Tensor, window: slice) -> Tensor:
     return sums[:, :, :length]
 
 
-def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple[int, tuple[Part, ...]]:
-    """How many indices occur, and the parts with these renumbered 0, 1, ..., padding as -1."""
+def _renumber(parts: Sequence[Part], indices: int) -> tuple[int, tuple[Part, ...]]:
+    """How many indices occur, and the parts with these renumbered 0, 1, ..."""
     old_indices = [part.features(slice(0, part.samples)) for part in parts]
     flat = torch.cat([own.flatten() for own in old_indices])
     ordered, order = flat.sort()
@@ -228,8 +213,6 @@ def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple
     ranks = torch.empty_like(flat).index_copy_(0, order, steps.cumsum(0))
     # On a device an upper bound: the number itself would make a step wait.
     index_count = int(ranks.max()) + 1 if flat.device.type == "cpu" else min(indices, flat.numel())
-    if padding is not None:
-        ranks = torch.where(flat == padding, -1, ranks)
     split = ranks.split([own.numel() for own in old_indices])
     triples = zip(parts, split, old_indices, strict=True)
     renumbered = [replace(part, features=own.reshape(old.shape).__getitem__) for part, own, old in triples]

@@ -42,13 +42,13 @@ class Uses:
     def __init__(self) -> None:
         self.kept: list[tuple[Tensor, Tensor]] | None = None
 
-    def total(self) -> Tensor | None:
-        """The sum of h x^T, (n, o, i), of what was kept, which ends here."""
+    def add_to(self, grad: Tensor | None) -> Tensor | None:
+        """grad (n, o, i), or none, with the sum of h x^T of what was kept, which ends here."""
         kept, self.kept = self.kept, None
         if not kept:
-            return None
+            return grad
         h, x = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in zip(*kept, strict=True))
-        return h.mT @ x
+        return h.mT @ x if grad is None else grad + h.mT @ x
 
 
 class Copies(Tensor):
@@ -82,8 +82,7 @@ def grads_by_sample(
     for own in uses:
         own.kept = []
     grads = torch.autograd.grad(outputs, leaves, seed, retain_graph=True, allow_unused=True)
-    pairs = [(grad, own.total()) for grad, own in zip(grads, uses, strict=True)]
-    return [a if b is None else b if a is None else a + b for a, b in pairs]
+    return [own.add_to(grad) for grad, own in zip(grads, uses, strict=True)]
 
 
 class _LinearMap(torch.autograd.Function):
