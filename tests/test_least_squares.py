@@ -4,6 +4,7 @@ import doctest
 import math
 from itertools import pairwise, permutations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -698,6 +699,8 @@ BAD = [
     ({"function": lambda b: (b, b)}, TypeError, "tensor of residuals, got tuple; torch.stack"),
     ({"function": lambda b: b[:0]}, ValueError, r"one residual or more .* shape \(0,\)"),
     ({"function": lambda b: b.detach()}, ValueError, "do not depend on the parameters .* without detach"),
+    ({"function": lambda b: np.exp(b) - 1}, TypeError, r"must compute in torch, .* write torch\.exp for np\.exp"),
+    ({"function": lambda b: b * np.ones(2)}, TypeError, r"torch\.as_tensor\(data\) for arrays"),
     ({"function": nan_at_third}, ValueError, r"residual\[2\] is not finite at the start; start elsewhere"),
     ({"function": lambda b: (b - double(0, 2)).sqrt()}, ValueError, r"derivative in parameter\[1\] is not finite"),
     ({"start": [1.0, math.nan]}, ValueError, r"start\[1\] is not finite"),

@@ -135,11 +135,23 @@ def test_unsupported_losses_and_options_are_refused_by_name(loss, option):
         (nn.CrossEntropyLoss(ignore_index=3), (4, 3), torch.tensor([0, 3, 2, 4]), "0..2, got 4"),
         (nn.CrossEntropyLoss(ignore_index=0), (4, 3), torch.tensor([0, -100, 2, 0]), "got -100"),
         (nn.CrossEntropyLoss(), (4, 3), torch.zeros(4, 1, dtype=torch.long), r"targets\.squeeze\(1\)$"),
-        (nn.CrossEntropyLoss(), (4, 3), torch.ones(4), r"targets\.long\(\)$"),
+        (nn.CrossEntropyLoss(), (4, 3), torch.ones(4), r"float32 are.*\(4, 3\), got \(4,\); .*targets\.long\(\)$"),
+        (nn.CrossEntropyLoss(), (4, 3), torch.ones(4, 1), r"got \(4, 1\); .*targets\.squeeze\(1\)\.long\(\)$"),
+        (
+            nn.CrossEntropyLoss(),
+            (4, 3),
+            torch.ones(4, 3).int(),
+            r"int32 of.*\(4, 3\): .*float32\), .*argmax\(1\)$",
+        ),
         (nn.CrossEntropyLoss(), (4, 3), torch.full((4, 3), -0.5), "not be negative"),
         (nn.CrossEntropyLoss(), (4, 1), torch.zeros(4).long(), "BCEWithLogitsLoss"),
         (nn.CrossEntropyLoss(), (4, 3), None, "needs targets"),
-        (nn.CrossEntropyLoss(), (4, 3, 2), torch.zeros(4).long(), r"shape \(4, 2\), got \(4,\)"),
+        (
+            nn.CrossEntropyLoss(),
+            (4, 3, 2),
+            torch.zeros(4).long(),
+            r"shape \(4, 2\), got torch.int64 of shape \(4,\)$",
+        ),
         (nn.CrossEntropyLoss(), (4,), torch.zeros(4).long(), r"outputs \(n, C\)"),
         (nn.CrossEntropyLoss(), (4, 5, 3), torch.zeros(4, 5).long(), r"\(n, C, T\).*\.transpose\(1, 2\)"),
         (nn.CrossEntropyLoss(), (4, 1, 3), torch.zeros(4, 1).long(), r"\.transpose\(1, 2\)"),
@@ -148,7 +160,13 @@ def test_unsupported_losses_and_options_are_refused_by_name(loss, option):
         (nn.MSELoss(), (4, 3), torch.ones(4), "do not fit"),
         (nn.MSELoss(), (4, 1), torch.ones(4), r"do not fit.*equal, as by targets\.reshape\(-1, 1\)"),
         (nn.MSELoss(), (4, 2, 3), torch.ones(4, 3, 2), "do not fit"),
-        (nn.BCEWithLogitsLoss(), (4, 1), 2 * torch.ones(4, 1), "between 0 and 1"),
+        (nn.BCEWithLogitsLoss(), (4, 1), 2 * torch.ones(4, 1), "between 0 and 1, got 2 to 2$"),
+        (
+            nn.BCEWithLogitsLoss(),
+            (4, 3),
+            torch.ones(4).long(),
+            "must be equal. For class indices use CrossEntropyLoss$",
+        ),
         (nn.CrossEntropyLoss(weight=torch.ones(4)), (4, 3), torch.zeros(4).long(), r"weight.*\(4,\).*3 classes"),
         (nn.NLLLoss(), (4, 3), torch.zeros(4).long(), "logsumexp.*LogSoftmax.*CrossEntropyLoss"),
         (nn.NLLLoss(), (4, 3), torch.full((4, 3), 0.5), "class indices"),
@@ -164,6 +182,27 @@ def test_unsupported_losses_and_options_are_refused_by_name(loss, option):
 def test_wrong_targets_are_refused(loss, outputs, targets, message):
     with pytest.raises(ValueError, match=message):
         loss_rule(loss).prepare(loss, torch.zeros(outputs), targets)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "loss", [nn.BCEWithLogitsLoss(), nn.MSELoss(), nn.CrossEntropyLoss(), nn.NLLLoss()], ids=str
+)
+def test_whole_numbers_of_any_type_count_as_those_that_torch_takes(loss, kind):
+    has_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    inputs, targets = torch.randn(8, 2), torch.arange(8) % 2
+    targets = targets if has_classes else targets.unsqueeze(1)
+    found = []
+    for own in (targets.long() if has_classes else targets.float(), targets.to(kind)):
+        torch.manual_seed(0)
+        end = nn.LogSoftmax(1) if isinstance(loss, nn.NLLLoss) else nn.Identity()
+        model, data = nn.Sequential(nn.Linear(2, 1 + has_classes), end), (inputs, own)
+        first = OPTIMIZERS["sgd"](model, loss, lr=0.1).step(*data)
+        verified = woodbury.GaussNewton(model, loss).verify(*data)
+        whole = woodbury.fit(model, loss, data, steps=2, progress=False)
+        parts = woodbury.fit(model, loss, [data], epochs=1, validation=data, progress=False)
+        found.append([float(first.loss), float(verified), whole.loss, parts.loss, parts.validation])
+    assert found[0] == found[1]
 
 
 def test_softmax_columns_are_the_householder_reflection_of_the_symmetric_factor():

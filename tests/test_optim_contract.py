@@ -775,7 +775,7 @@ BAD_BATCHES = [
     (FOUR[:0], ZEROS[:0], {}, "inputs hold no sample"),
     (torch.tensor(1.0).double(), ZEROS[:1], {}, "inputs must have a sample axis"),
     (FOUR, ZEROS[:3], {}, "4 samples but targets"),
-    (FOUR, [0, 0, 0, 0], {}, "targets must be a tensor"),
+    (FOUR, [0, 0, 0, 0], {}, r"targets must be a tensor or None, got list: write torch\.as_tensor\(targets\)"),
     (None, ZEROS, {}, "inputs must hold at least one tensor"),
     (FOUR, ZEROS, {"subsets": [0]}, "unexpected keyword argument 'subsets'"),
     (torch.zeros(4, 6).double(), ZEROS, {}, "shapes cannot be multiplied"),

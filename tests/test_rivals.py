@@ -224,6 +224,14 @@ def test_arguments_that_a_method_fixes_are_refused_by_their_names(method, given)
         method(nn.Linear(3, 2), nn.MSELoss(), **given)
 
 
+@pytest.mark.parametrize(
+    "method", [woodbury.GaussNewton, woodbury.NaturalGradient, woodbury.KFAC, woodbury.HessianFree]
+)
+def test_an_argument_that_no_method_has_is_named_with_the_method(method):
+    with pytest.raises(TypeError, match=f"^{method.__name__} has no argument 'betas': help"):
+        method(nn.Linear(3, 2), nn.MSELoss(), lr=0.1, betas=(0.9, 0.999))
+
+
 # -- Hessian-free --------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import bounds
 import problems
 import woodbury
 from cases import every_pair
-from checks import assert_same, state_of, unchanged
+from checks import assert_same, refused, state_of, unchanged
 from fuzz.models import Parts
 from test_optim_contract import RICH, SECOND_ORDER, build, every_second_order
 from woodbury.optimizers import OPTIMIZERS
@@ -311,6 +311,25 @@ def accelerator():
     yield made
     made.free_memory()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@every_second_order
+def test_a_state_of_another_model_or_of_another_kind_of_optimizer_is_refused_when_it_is_loaded(kind):
+    problem = problems.make("softmax")
+    optimizer = build(kind, problem, RICH)
+    optimizer.step(problem.inputs, problem.targets)
+    state = optimizer.state_dict()
+    adam = torch.optim.Adam(problem.model.parameters()).state_dict()
+    with refused(optimizer, "no damping: it is not that of a second-order optimizer"):
+        optimizer.load_state_dict(adam)
+    if "momentum" not in state["state"]:
+        return
+    name, own = next(iter(state["state"]["momentum"].items()))
+    others = {f"other.{name}": "none of that name", name: rf"it as \({own.shape[0]}"}
+    for other, message in others.items():
+        wrong = {**state, "state": {**state["state"], "momentum": {other: own[:1]}}}
+        with refused(optimizer, f"that of another model: its parameter '{other}' .* this model has {message}"):
+            optimizer.load_state_dict(wrong)
 
 
 @every_second_order

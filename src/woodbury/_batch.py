@@ -72,7 +72,9 @@ def check_batch(inputs: Any, targets: Tensor | None) -> int:
     samples = sample_count(inputs)
     if targets is not None:
         if not isinstance(targets, Tensor):
-            raise TypeError(f"targets must be a tensor or None, got {type(targets).__name__}")
+            raise TypeError(
+                f"targets must be a tensor or None, got {type(targets).__name__}: write torch.as_tensor(targets)"
+            )
         if targets.dim() == 0 or targets.shape[0] != samples:
             raise ValueError(f"{samples} samples but targets of shape {tuple(targets.shape)}")
         _check_finite(targets, "targets", samples)

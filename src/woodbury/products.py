@@ -77,9 +77,12 @@ class FactorProducts:
 
 def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None) -> Tensor:
     """The loss module's own value; targets None means zeros, and those of GaussianNLLLoss hold its variances."""
-    if isinstance(loss, nn.GaussianNLLLoss) and targets is not None:
-        return loss(outputs, *targets.unbind(1))
-    return loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+    if targets is None:
+        return loss(outputs, torch.zeros_like(outputs))
+    # torch's losses accept one type only: numbers in that of the outputs, or class indices
+    are_numbers = targets.is_floating_point() or targets.shape == outputs.shape
+    targets = targets.to(outputs.dtype) if are_numbers else targets.long()
+    return loss(outputs, *targets.unbind(1)) if isinstance(loss, nn.GaussianNLLLoss) else loss(outputs, targets)
 
 
 def is_sum(loss: nn.Module) -> bool:
@@ -109,9 +112,6 @@ def relative_residual(
     """
     targets = batch.targets
     scale = batch.samples / batch.curvature if is_sum(loss) else 1.0
-    if targets is not None:  # torch's losses accept one type only
-        numbers = targets.is_floating_point() or targets.shape == outputs.shape
-        targets = targets.to(outputs.dtype) if numbers else targets.long()
     with torch.enable_grad():
         value = loss_of(loss, outputs, targets)
         grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)

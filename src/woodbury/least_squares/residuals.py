@@ -51,8 +51,16 @@ class Residuals:
                         f"function"
                     )
         point = start[0].detach().requires_grad_()
-        with torch.enable_grad():
-            first = self._function(point.reshape(shape), *self._arguments(0))
+        try:
+            with torch.enable_grad():
+                first = self._function(point.reshape(shape), *self._arguments(0))
+        except RuntimeError as error:
+            if "numpy()" not in str(error):
+                raise
+            raise TypeError(
+                "function must compute in torch, and NumPy was called with the parameters: write torch.exp for "
+                f"np.exp and so on, and torch.as_tensor(data) for arrays that they are combined with ({error})"
+            ) from error
         if not isinstance(first, Tensor):
             raise TypeError(
                 f"function must return a tensor of residuals, got {type(first).__name__}; "

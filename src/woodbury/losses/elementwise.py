@@ -61,9 +61,11 @@ class Logistic(LossRule):
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         prepared = super().prepare(loss, outputs, targets)
         if not prepared.is_cuda:
-            lowest, highest = torch.aminmax(prepared)
-            if lowest.item() < 0 or highest.item() > 1:
-                raise ValueError("BCEWithLogitsLoss: targets must lie between 0 and 1")
+            lowest, highest = (end.item() for end in torch.aminmax(prepared))
+            if lowest < 0 or highest > 1:
+                raise ValueError(
+                    f"BCEWithLogitsLoss: targets must lie between 0 and 1, got {lowest:g} to {highest:g}"
+                )
         if outputs.dim() != 2 and _is_weighted(loss):
             return prepared.reshape(outputs.shape)  # the shape that the weights are broadcast against
         return prepared

@@ -83,8 +83,11 @@ class LossRule(ABC):
         if targets is None:
             return torch.zeros_like(outputs).reshape(outputs.shape[0], -1)
         if targets.shape != outputs.shape:
-            shape = (-1, *outputs.shape[1:])
-            instead = f", as by targets.reshape{shape}" if targets.numel() == outputs.numel() else ""
+            shape, instead = (-1, *outputs.shape[1:]), ""
+            if targets.numel() == outputs.numel():
+                instead = f", as by targets.reshape{shape}"
+            elif targets.dim() == 1 and not targets.is_floating_point():
+                instead = ". For class indices use CrossEntropyLoss"
             raise ValueError(
                 f"{type(loss).__name__}: targets of shape {tuple(targets.shape)} do not fit outputs of shape "
                 f"{tuple(outputs.shape)}: they must be equal{instead}"

@@ -84,8 +84,9 @@ class Softmax(LossRule):
     def _prepare_probabilities(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         if targets.shape != outputs.shape:
             raise ValueError(
-                f"CrossEntropyLoss: probability targets must have the shape of the outputs "
-                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}; class indices must be targets.long()"
+                f"CrossEntropyLoss: targets of {targets.dtype} are probabilities and must have the shape of the "
+                f"outputs {tuple(outputs.shape)}, got {tuple(targets.shape)}; for class indices write "
+                f"targets{_squeezed(outputs, targets)}.long()"
             )
         targets = targets.to(outputs.dtype)
         if not targets.is_cuda and targets.min().item() < 0:
@@ -100,10 +101,14 @@ class Softmax(LossRule):
     def _prepare_indices(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         n, classes = outputs.shape[:2]
         if targets.shape != (n, *outputs.shape[2:]):
-            instead = ": write targets.squeeze(1)" if targets.shape == (n, 1, *outputs.shape[2:]) else ""
+            if targets.shape == outputs.shape and not isinstance(loss, nn.NLLLoss):
+                instead = f": for probabilities write targets.to({outputs.dtype}), for one-hot codes .argmax(1)"
+            else:
+                squeezed = _squeezed(outputs, targets)
+                instead = f": write targets{squeezed}" if squeezed else ""
             raise ValueError(
                 f"{type(loss).__name__}: class indices must have shape {(n, *outputs.shape[2:])}, "
-                f"got {tuple(targets.shape)}{instead}"
+                f"got {targets.dtype} of shape {tuple(targets.shape)}{instead}"
             )
         ignored, targets = loss.ignore_index, targets if targets.dtype == torch.long else targets.long()
         if targets.dim() > 1:
@@ -257,6 +262,11 @@ class LogLikelihood(Softmax):
     def curved_loss(self, loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
         options = {"ignore_index": loss.ignore_index, "reduction": loss.reduction}
         return partial(F.cross_entropy, weight=loss.weight, **options)
+
+
+def _squeezed(outputs: Tensor, targets: Tensor) -> str:
+    """What to write after `targets` if they have an axis of one entry in the place of the classes."""
+    return ".squeeze(1)" if targets.shape == (outputs.shape[0], 1, *outputs.shape[2:]) else ""
 
 
 _UNUSED = -100  # the default ignore_index of CrossEntropyLoss

@@ -30,7 +30,7 @@ from woodbury.optim.faults import Doubts
 from woodbury.optim.info import StepInfo
 from woodbury.optim.problems import Context, Problems, Request
 from woodbury.optim.recorded import RecordedStep
-from woodbury.optim.settings import Settings, check_model_and_loss, plain_groups, with_names
+from woodbury.optim.settings import Settings, check_model_and_loss, check_state, plain_groups, with_names
 from woodbury.optim.shards import describe, find_group, start_alike
 from woodbury.optim.step import Step
 from woodbury.optim.transaction import Transaction
@@ -234,6 +234,11 @@ class SecondOrder(torch.optim.Optimizer):
         """The settings of the groups and the state by names; `load_state_dict` goes on from it."""
         state = super().state_dict()
         return {**state, "state": _as_plain(state["state"])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave, of an optimizer of the same parameters."""
+        check_state(state_dict, self.model)
+        super().load_state_dict(state_dict)
 
     # -- one step ---------------------------------------------------------------------------------------
 

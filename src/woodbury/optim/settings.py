@@ -242,8 +242,25 @@ def check_curvature_samples(value: int | float | str | None) -> None:
         check_whole_number("curvature_samples", value, least=1)
 
 
-def refuse_fixed(method: str, given: Collection[str]) -> None:
-    """Raise if an argument was given that a method fixes itself."""
-    for name in ("blocks", "momentum", "fallback"):
-        if name in given:
+def refuse_others(method: str, given: Collection[str]) -> None:
+    """Raise if an argument was given that does not exist, or that a method fixes itself."""
+    for name in given:
+        if name in ("blocks", "momentum", "fallback"):
             raise TypeError(f"{method} has no argument {name!r}: what it stands for is fixed in this method")
+        if name not in Common.__annotations__:
+            raise TypeError(f"{method} has no argument {name!r}: help(woodbury.{method}) names all of them")
+
+
+def check_state(state_dict: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise unless this is what `state_dict` gave, of an optimizer of a model with these parameters."""
+    state = state_dict["state"]
+    if "damping" not in state:
+        raise ValueError("the state to load has no damping: it is not that of a second-order optimizer")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, own in state.get("momentum", {}).items():
+        if shapes.get(name) != tuple(own.shape):
+            mine = f"has it as {shapes[name]}" if name in shapes else "has none of that name"
+            raise ValueError(
+                f"the state to load is that of another model: its parameter {name!r} has the shape "
+                f"{tuple(own.shape)}, and this model {mine}"
+            )

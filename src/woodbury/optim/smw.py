@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from woodbury._choice import BELOW_ONE, check_number, part_named
 from woodbury.curvature import CURVATURES, Curvature
 from woodbury.optim.optimizer import SecondOrder
-from woodbury.optim.settings import Common
+from woodbury.optim.settings import Common, refuse_others
 from woodbury.policies.search import CurvedSearch
 from woodbury.quadratic.metric import METRICS
 from woodbury.quadratic.solvers import SOLVERS
@@ -40,6 +40,7 @@ class _SampleSpace(SecondOrder):
         metric: str | None = None,
         **common: Unpack[Common],
     ) -> None:
+        refuse_others(type(self).__name__, common)
         if solver_tolerance is not None:
             check_number("solver_tolerance", solver_tolerance)
         method = {

@@ -17,7 +17,7 @@ from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scalar
 from woodbury.linalg import minimize_quadratic
 from woodbury.optim.optimizer import SecondOrder
-from woodbury.optim.settings import Common, refuse_fixed
+from woodbury.optim.settings import Common, refuse_others
 from woodbury.products import FactorProducts
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
@@ -100,7 +100,7 @@ class HessianFree(SecondOrder):
         check_number("warm_start", warm_start, most=1.0)
         check_whole_number("max_iterations", max_iterations, least=1)
         check_number("progress", progress)
-        refuse_fixed("HessianFree", common)
+        refuse_others("HessianFree", common)
         solver = EarlyStopped(max_iterations, progress)
         method = {"curvature": CURVATURES["gauss-newton"], "solver": solver, "most_momentum": 1.0}
         super().__init__(

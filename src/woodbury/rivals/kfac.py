@@ -27,7 +27,7 @@ from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
 from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision, plus_diagonal
 from woodbury.optim.optimizer import SecondOrder
-from woodbury.optim.settings import Common, refuse_fixed
+from woodbury.optim.settings import Common, refuse_others
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 
@@ -182,7 +182,7 @@ class KFAC(SecondOrder):
         decay: float = 0.95,  # epsilon
         **common: Unpack[Common],
     ) -> None:
-        refuse_fixed("KFAC", common)
+        refuse_others("KFAC", common)
         check_whole_number("refresh", refresh, least=1)
         check_number("decay", decay, most=BELOW_ONE)
         method = {"curvature": CURVATURES["gauss-newton"], "solver": Kronecker(refresh, decay)}
