@@ -303,3 +303,32 @@ def test_a_notebook_shows_a_page_with_or_without_matplotlib(monkeypatch):
     assert fit._repr_html_() == page.partition("<img")[0]
     with pytest.raises(ImportError, match="matplotlib"):
         fit.plot()
+
+
+@pytest.mark.parametrize("validation", [None, 0.2])
+def test_where_no_step_on_everything_fits_in_the_time_steps_take_a_part(validation):
+    torch.manual_seed(0)
+    inputs = torch.randn(8000, 10)
+    data = inputs, torch.sin(inputs[:, :1]) + inputs[:, 1:2]
+    model = problems.mlp(10, 64, 64, 1)
+    with pytest.warns(UserWarning, match="a step on all .* samples would take about"):
+        fit = woodbury.fit(model, nn.MSELoss(), data, seconds=1.0, validation=validation, progress=False)
+    assert fit.steps > 1 and fit.samples < 2000 and fit.seconds < 5
+    assert fit.loss < 0.5 * data[1].square().mean()
+    if validation is None:
+        assert fit.loss == pytest.approx(reference.loss_of(model, data), rel=1e-4)
+        state = fit.state_dict()
+        with pytest.warns(UserWarning, match="would take about"):
+            more = woodbury.fit(model, nn.MSELoss(), data, seconds=fit.seconds + 1, resume=state)
+        assert more.steps > fit.steps and more.loss <= fit.loss
+    with pytest.warns(UserWarning, match="'evidence' needs 8 of them and more: seconds=0.001 are too few"):
+        woodbury.fit(model, nn.MSELoss(), (inputs[:200], data[1][:200]), weight_decay="evidence", seconds=0.001)
+
+
+def test_seconds_that_suffice_change_nothing(recwarn):
+    losses = []
+    for seconds in (None, 1e4):
+        model, data = smooth_fit()
+        fit = woodbury.fit(model, nn.MSELoss(), data, steps=4, seconds=seconds, progress=False)
+        losses.append([record["loss"] for record in fit.history])
+    assert losses[0] == losses[1] and not recwarn

@@ -218,7 +218,7 @@ def _fit_pair(
         own = {name: settings[name] for name in ("forward", "fallback")}
         run = EvidenceRun(model, loss, pair, **own, **shared)
     else:
-        run = PreciseRun(GaussNewton(model, loss, **settings), pair, **shared)
+        run = PreciseRun(GaussNewton(model, loss, **settings), pair, settings["seed"] or 0, **shared)
     run.fit.split = split
     return run
 

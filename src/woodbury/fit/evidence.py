@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch
+from woodbury._process import level_of_caller
+from woodbury.fit.pace import Pace
 from woodbury.fit.run import Run
 from woodbury.fit.sources import Data
 from woodbury.model.fallback import Forward
@@ -85,12 +88,25 @@ class EvidenceRun(Run):
         if isinstance(loss, nn.MSELoss) and data[1] is not None:
             centre = data[1].mean(0) if number_count is None else 0.0  # which weighted targets have lost already
             self.variance = float((data[1] - centre).double().square().sum()) / self.number_count or 1.0
+        self._warn_of_time()
         if self.limits.steps is not None:
             starts = starts[: max(1, self.limits.steps // LEAST_TRIAL)]
         self.first = self.parameters(), copy.deepcopy(optimizer.state_dict())
         self.trials: list[dict[str, Any]] = []  # the starts that were tried
         self.waiting = list(starts[1:])
         self._begin(starts[0])
+
+    def _warn_of_time(self) -> None:
+        """Before the first step: say how long steps take where the time ends before the first update."""
+        pace = Pace(self.optimizer, self.data, self.fit.samples)
+        needed = pace.seconds_beyond(self.limits.seconds, FIRST_STEPS)
+        if needed is not None:
+            warnings.warn(
+                f"fit: a step on all {self.fit.samples} samples takes about {needed:.2g} s, and weight_decay="
+                f"'evidence' needs {FIRST_STEPS} of them and more: seconds={self.limits.seconds:g} are too few. "
+                "Ways out: more seconds, fewer samples, a smaller model, or a number in place of 'evidence'",
+                stacklevel=level_of_caller(),
+            )
 
     def _begin(self, start: Start) -> None:
         parameters, optimizer = self.first

@@ -88,7 +88,7 @@ class Run(ABC):
         validation: Validation | None = None,
     ) -> None:
         self.optimizer, self.model = optimizer, optimizer.model
-        optimizer._doubts.ways_out["course"] = self.ways_out
+        optimizer.settings = replace(optimizer.settings, advice=self.ways_out)
         self.limits, self.callback, self.validation = limits, callback, validation
         self.device = next(iter(self.model.parameters())).device
         self.convert = Conversion.to(self.model)

@@ -53,7 +53,7 @@ class Step:
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
             policy.judge(proposal, objective, self.context.state)
         if proposal.warnings:
-            self.doubts.warn_once(proposal.warnings)
+            self.doubts.warn_once(proposal.warnings, settings.advice)
         with torch.set_grad_enabled(False):
             return self._move(proposal, done)
 
