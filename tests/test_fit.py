@@ -332,3 +332,27 @@ def test_seconds_that_suffice_change_nothing(recwarn):
         fit = woodbury.fit(model, nn.MSELoss(), data, steps=4, seconds=seconds, progress=False)
         losses.append([record["loss"] for record in fit.history])
     assert losses[0] == losses[1] and not recwarn
+
+
+def some_batches(inputs, targets):
+    return DataLoader(TensorDataset(inputs, targets), 16)
+
+
+def some_draws(inputs, targets):
+    return lambda count: (inputs.repeat(count, 1)[:count], targets.repeat(count, 1)[:count])
+
+
+@pytest.mark.parametrize("of", [some_batches, lambda *pair: pair, some_draws])
+def test_an_error_of_types_blames_the_data_that_has_them_and_says_what_to_write(of):
+    good, whole = (torch.rand(48, 2), torch.rand(48, 1)), torch.randint(0, 3, (48, 2))
+    network, write = problems.mlp(2, 5, 1), r"inputs of torch.int64 .* write inputs.to\(torch.float32\)"
+    for bad, validation, blamed in [
+        (good, (whole, good[1]), "the validation data does not go"),
+        ((whole, good[1]), (whole, good[1]), "the data does not go|term 'samples'"),
+    ]:
+        with pytest.raises(ValueError, match=f"({blamed}).*{write}"):
+            woodbury.fit(network, nn.MSELoss(), of(*bad), validation=validation, steps=1)
+    labels = (good[1] > 0.5).long()  # 0 and 1 of another type
+    assert woodbury.fit(network, nn.BCEWithLogitsLoss(), of(good[0], labels), steps=1).steps == 1
+    with pytest.warns(UserWarning, match="data of torch.float16 is converted to torch.float32"):
+        woodbury.fit(network, nn.MSELoss(), of(good[0].half(), good[1]), steps=1)

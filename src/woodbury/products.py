@@ -79,6 +79,8 @@ def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None
     """The loss module's own value; targets None means zeros, and those of GaussianNLLLoss hold its variances."""
     if isinstance(loss, nn.GaussianNLLLoss) and targets is not None:
         return loss(outputs, *targets.unbind(1))
+    if isinstance(loss, nn.BCEWithLogitsLoss) and targets is not None:
+        targets = targets.to(outputs.dtype)  # which may be labels 0 and 1 of another type
     return loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
 
 

@@ -74,7 +74,8 @@ class Conversion:
     def __call__(self, pair: Any) -> Data:
         if str(self.device) != "cpu":
             pair = pytree.tree_map_only(Tensor, lambda own: own.to(self.device, non_blocking=True), pair)
-        others = {own.dtype for own in pytree.tree_leaves(pair) if isinstance(own, Tensor)} & _REAL - {self.dtype}
+        floats = [own for own in pytree.tree_leaves(pair) if isinstance(own, Tensor) and own.is_floating_point()]
+        others = {own.dtype for own in floats} - {self.dtype}
         if self.dtype is None or not others:
             return pair
         if not self.is_said:
