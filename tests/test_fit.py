@@ -19,6 +19,8 @@ from test_checkpoint import network
 from test_checkpoint import smooth as noisy
 from woodbury.fit import Fit, solving
 
+MSE = nn.MSELoss()
+
 
 def smooth_fit(seed=0):
     torch.manual_seed(seed)
@@ -356,3 +358,57 @@ def test_an_error_of_types_blames_the_data_that_has_them_and_says_what_to_write(
     assert woodbury.fit(network, nn.BCEWithLogitsLoss(), of(good[0], labels), steps=1).steps == 1
     with pytest.warns(UserWarning, match="data of torch.float16 is converted to torch.float32"):
         woodbury.fit(network, nn.MSELoss(), of(good[0].half(), good[1]), steps=1)
+
+
+def test_what_cannot_be_fitted_is_said_in_words():
+    inputs, targets = torch.rand(30, 2), torch.rand(30, 1)
+    frozen = problems.mlp(2, 5, 1).requires_grad_(False)
+    words = np.array(["a", "b"] * 15)
+    for model, loss, data, settings, message in [
+        (
+            frozen,
+            MSE,
+            (inputs, targets),
+            {"weight_decay": "evidence"},
+            "fit: the model has no trainable parameter",
+        ),
+        (problems.mlp(2, 5, 1).half(), MSE, (inputs, targets), {}, r"fit: torch.float16 .* use model.float\(\)"),
+        (problems.mlp(2, 5, 2), nn.CrossEntropyLoss(), (inputs, words), {}, "must be numbers .*return_inverse"),
+        (
+            problems.mlp(2, 5, 2),
+            nn.CrossEntropyLoss(),
+            (inputs, words.tolist()),
+            {},
+            "must be numbers .*return_inverse",
+        ),
+        (problems.mlp(2, 5, 1), MSE, (inputs[:1], targets[:1]), {"weight_decay": "evidence"}, "one sample alone"),
+        (
+            problems.mlp(2, 5, 1),
+            MSE,
+            draw,
+            {"validation": (inputs[:0], targets[:0])},
+            "fit: validation: empty batch",
+        ),
+        (
+            problems.mlp(2, 5, 1),
+            MSE,
+            draw,
+            {"validation": (inputs, targets / 0)},
+            "fit: validation: targets hold nan",
+        ),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            woodbury.fit(model, loss, data, steps=1, **settings)
+
+
+def test_numbers_of_any_kind_are_taken_from_pairs_loaders_and_samplers():
+    inputs, labels = np.random.default_rng(0).random((30, 2), dtype=np.float32), np.arange(30, dtype=np.int32) % 3
+    for data in ((inputs, labels), [(inputs[:15], labels[:15]), (inputs[15:], labels[15:])]):
+        fit = woodbury.fit(problems.mlp(2, 5, 3), nn.CrossEntropyLoss(), data, steps=2)
+        assert fit.steps == 2 and math.isfinite(fit.loss)
+    of_arrays = woodbury.fit(
+        problems.mlp(2, 5, 1), MSE, lambda count: (np.ones((count, 2), np.float32), np.zeros((count, 1))), steps=1
+    )
+    assert of_arrays.steps == 1
+    truths = torch.rand(30, 1) > 0.5
+    assert woodbury.fit(problems.mlp(2, 5, 1), MSE, (inputs, truths), weight_decay="evidence", steps=9).noise > 0

@@ -79,8 +79,11 @@ def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None
     """The loss module's own value; targets None means zeros, and those of GaussianNLLLoss hold its variances."""
     if isinstance(loss, nn.GaussianNLLLoss) and targets is not None:
         return loss(outputs, *targets.unbind(1))
-    if isinstance(loss, nn.BCEWithLogitsLoss) and targets is not None:
-        targets = targets.to(outputs.dtype)  # which may be labels 0 and 1 of another type
+    if targets is not None and not targets.is_floating_point():  # labels of any type of integers
+        if isinstance(loss, nn.BCEWithLogitsLoss):
+            targets = targets.to(outputs.dtype)
+        elif isinstance(loss, nn.CrossEntropyLoss):
+            targets = targets.long()
     return loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
 
 

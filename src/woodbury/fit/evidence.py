@@ -37,7 +37,13 @@ TOLERANCE = 1e-3  # by this for every number that is predicted
 DAMPING = LevenbergMarquardt(initial=1e-3, boost=3.0, drop=0.3, floor=1e-15, relative=True)
 LEAST_RATIO = 1e-4  # to move at all
 LEAST, MOST = 1e-4, 1e8  # bounds of precisions
+SMALLEST_TARGETS = 0.01
 LEAST_NOISE = 1e-8  # of the variance of the targets: below, rounding would decide about the prior
+NOT_DEFINITE = (
+    "by weight_decay='evidence' prior and noise came to a posterior that is not positive definite in float64: "
+    "targets are far from (-1, 1), or without noise. Ways out: woodbury.Scale.targets(y) as the last layer of the "
+    "model, a number in place of 'evidence', or validation=0.2 with it"
+)
 
 
 class Start(NamedTuple):
@@ -57,6 +63,7 @@ class EvidenceRun(Run):
     """Levenberg-Marquardt steps, and updates of prior and noise between them."""
 
     kind: ClassVar[str] = "a pair, by the evidence"
+    smallest_targets: ClassVar[float] = SMALLEST_TARGETS
 
     def __init__(
         self,
@@ -86,8 +93,9 @@ class EvidenceRun(Run):
         self.divisor = rows.total / value if value else self.number_count  # of the sum, to get the loss
         self.variance: float | None = None  # of the targets, for squared error
         if isinstance(loss, nn.MSELoss) and data[1] is not None:
-            centre = data[1].mean(0) if number_count is None else 0.0  # which weighted targets have lost already
-            self.variance = float((data[1] - centre).double().square().sum()) / self.number_count or 1.0
+            targets = data[1] if data[1].is_floating_point() else data[1].double()
+            centre = targets.mean(0) if number_count is None else 0.0  # which weighted targets have lost already
+            self.variance = float((targets - centre).double().square().sum()) / self.number_count or 1.0
         self._warn_of_time()
         if self.limits.steps is not None:
             starts = starts[: max(1, self.limits.steps // LEAST_TRIAL)]
@@ -178,7 +186,10 @@ class EvidenceRun(Run):
         rows = self._rows()
         rows.number_count = self.number_count
         for _ in range(UPDATES):
-            update = rows.update(self.precisions, self.noise)
+            try:
+                update = rows.update(self.precisions, self.noise)
+            except ValueError as error:
+                raise ValueError(f"fit: {NOT_DEFINITE}") from error
             self.precisions = {name: min(max(own, LEAST), MOST) for name, own in update.precisions.items()}
             if update.noise is not None and self.variance is not None:
                 self.noise = max(update.noise, LEAST_NOISE * self.variance)

@@ -78,6 +78,7 @@ class Run(ABC):
 
     kind: ClassVar[str]  # of its data
     data: Any = None  # a pair that is used whole, if it is
+    smallest_targets: ClassVar[float] = 0.0  # below which root mean square a column of them is warned of
     ways_out: ClassVar[str | None] = None  # if the loss runs away: other samples and weights make it rise too
 
     def __init__(
@@ -288,7 +289,7 @@ class Run(ABC):
         """Before the first step: warn of columns far from (-1, 1)."""
         if not self.fit.steps and self.group.size == 1:
             with self.in_mode(training=False):
-                warn_of_columns(self.optimizer, inputs, targets)
+                warn_of_columns(self.optimizer, inputs, targets, self.smallest_targets)
 
     def note(self, loss: float, **others: Any) -> dict[str, Any]:
         """Begin the record of a step, or an epoch, in the history."""
