@@ -19,6 +19,8 @@ from test_checkpoint import network
 from test_checkpoint import smooth as noisy
 from woodbury.fit import Fit, solving
 
+MSE = nn.MSELoss()
+
 
 def smooth_fit(seed=0):
     torch.manual_seed(seed)
@@ -303,3 +305,110 @@ def test_a_notebook_shows_a_page_with_or_without_matplotlib(monkeypatch):
     assert fit._repr_html_() == page.partition("<img")[0]
     with pytest.raises(ImportError, match="matplotlib"):
         fit.plot()
+
+
+@pytest.mark.parametrize("validation", [None, 0.2])
+def test_where_no_step_on_everything_fits_in_the_time_steps_take_a_part(validation):
+    torch.manual_seed(0)
+    inputs = torch.randn(8000, 10)
+    data = inputs, torch.sin(inputs[:, :1]) + inputs[:, 1:2]
+    model = problems.mlp(10, 64, 64, 1)
+    with pytest.warns(UserWarning, match="a step on all .* samples would take about"):
+        fit = woodbury.fit(model, nn.MSELoss(), data, seconds=1.0, validation=validation, progress=False)
+    assert fit.steps > 1 and fit.samples < 2000 and fit.seconds < 5
+    assert fit.loss < 0.5 * data[1].square().mean()
+    if validation is None:
+        assert fit.loss == pytest.approx(reference.loss_of(model, data), rel=1e-4)
+        state = fit.state_dict()
+        with pytest.warns(UserWarning, match="would take about"):
+            more = woodbury.fit(model, nn.MSELoss(), data, seconds=fit.seconds + 1, resume=state)
+        assert more.steps > fit.steps and more.loss <= fit.loss
+    with pytest.warns(UserWarning, match="'evidence' needs 8 of them and more: seconds=0.001 are too few"):
+        woodbury.fit(model, nn.MSELoss(), (inputs[:200], data[1][:200]), weight_decay="evidence", seconds=0.001)
+
+
+def test_seconds_that_suffice_change_nothing(recwarn):
+    losses = []
+    for seconds in (None, 1e4):
+        model, data = smooth_fit()
+        fit = woodbury.fit(model, nn.MSELoss(), data, steps=4, seconds=seconds, progress=False)
+        losses.append([record["loss"] for record in fit.history])
+    assert losses[0] == losses[1] and not recwarn
+
+
+def some_batches(inputs, targets):
+    return DataLoader(TensorDataset(inputs, targets), 16)
+
+
+def some_draws(inputs, targets):
+    return lambda count: (inputs.repeat(count, 1)[:count], targets.repeat(count, 1)[:count])
+
+
+@pytest.mark.parametrize("of", [some_batches, lambda *pair: pair, some_draws])
+def test_an_error_of_types_blames_the_data_that_has_them_and_says_what_to_write(of):
+    good, whole = (torch.rand(48, 2), torch.rand(48, 1)), torch.randint(0, 3, (48, 2))
+    network, write = problems.mlp(2, 5, 1), r"inputs of torch.int64 .* write inputs.to\(torch.float32\)"
+    for bad, validation, blamed in [
+        (good, (whole, good[1]), "the validation data does not go"),
+        ((whole, good[1]), (whole, good[1]), "the data does not go|term 'samples'"),
+    ]:
+        with pytest.raises(ValueError, match=f"({blamed}).*{write}"):
+            woodbury.fit(network, nn.MSELoss(), of(*bad), validation=validation, steps=1)
+    labels = (good[1] > 0.5).long()  # 0 and 1 of another type
+    assert woodbury.fit(network, nn.BCEWithLogitsLoss(), of(good[0], labels), steps=1).steps == 1
+    with pytest.warns(UserWarning, match="data of torch.float16 is converted to torch.float32"):
+        woodbury.fit(network, nn.MSELoss(), of(good[0].half(), good[1]), steps=1)
+
+
+def test_what_cannot_be_fitted_is_said_in_words():
+    inputs, targets = torch.rand(30, 2), torch.rand(30, 1)
+    frozen = problems.mlp(2, 5, 1).requires_grad_(False)
+    words = np.array(["a", "b"] * 15)
+    for model, loss, data, settings, message in [
+        (
+            frozen,
+            MSE,
+            (inputs, targets),
+            {"weight_decay": "evidence"},
+            "fit: the model has no trainable parameter",
+        ),
+        (problems.mlp(2, 5, 1).half(), MSE, (inputs, targets), {}, r"fit: torch.float16 .* use model.float\(\)"),
+        (problems.mlp(2, 5, 2), nn.CrossEntropyLoss(), (inputs, words), {}, "must be numbers .*return_inverse"),
+        (
+            problems.mlp(2, 5, 2),
+            nn.CrossEntropyLoss(),
+            (inputs, words.tolist()),
+            {},
+            "must be numbers .*return_inverse",
+        ),
+        (problems.mlp(2, 5, 1), MSE, (inputs[:1], targets[:1]), {"weight_decay": "evidence"}, "one sample alone"),
+        (
+            problems.mlp(2, 5, 1),
+            MSE,
+            draw,
+            {"validation": (inputs[:0], targets[:0])},
+            "fit: validation: empty batch",
+        ),
+        (
+            problems.mlp(2, 5, 1),
+            MSE,
+            draw,
+            {"validation": (inputs, targets / 0)},
+            "fit: validation: targets hold nan",
+        ),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            woodbury.fit(model, loss, data, steps=1, **settings)
+
+
+def test_numbers_of_any_kind_are_taken_from_pairs_loaders_and_samplers():
+    inputs, labels = np.random.default_rng(0).random((30, 2), dtype=np.float32), np.arange(30, dtype=np.int32) % 3
+    for data in ((inputs, labels), [(inputs[:15], labels[:15]), (inputs[15:], labels[15:])]):
+        fit = woodbury.fit(problems.mlp(2, 5, 3), nn.CrossEntropyLoss(), data, steps=2)
+        assert fit.steps == 2 and math.isfinite(fit.loss)
+    of_arrays = woodbury.fit(
+        problems.mlp(2, 5, 1), MSE, lambda count: (np.ones((count, 2), np.float32), np.zeros((count, 1))), steps=1
+    )
+    assert of_arrays.steps == 1
+    truths = torch.rand(30, 1) > 0.5
+    assert woodbury.fit(problems.mlp(2, 5, 1), MSE, (inputs, truths), weight_decay="evidence", steps=9).noise > 0

@@ -1,5 +1,6 @@
 """Noisy data: fits that generalise, by validation data and by the evidence; and what a `Fit` says is true."""
 
+import copy
 import math
 
 import pytest
@@ -433,3 +434,23 @@ def test_problems_have_the_noise_they_say(name):
         slope = (targets * clean).mean() / clean.square().mean()
         deviation = (targets - slope * clean).std() / (slope * clean.std())
         assert deviation.item() == pytest.approx(problem.noise, rel=0.15)
+
+
+def test_by_the_evidence_the_scale_of_targets_does_not_matter_with_a_layer_that_has_it():
+    torch.manual_seed(0)
+    inputs = torch.rand(60, 2, dtype=torch.float64)
+    targets = torch.sin(3 * inputs[:, :1]) + 0.1 * torch.randn(60, 1, dtype=torch.float64)
+    noise = []
+    for scale in (1.0, 1e-6):
+        torch.manual_seed(1)
+        network, y = problems.mlp(2, 6, 1).double(), scale * targets
+        if scale < 1:
+            with (
+                pytest.warns(UserWarning, match=r"column 0 of the targets is far .*woodbury\.Scale"),
+                pytest.raises(ValueError, match=r"not positive definite in float64: .*woodbury\.Scale"),
+            ):
+                woodbury.fit(copy.deepcopy(network), nn.MSELoss(), (inputs, y), weight_decay="evidence")
+        model = nn.Sequential(network, woodbury.Scale.targets(y))
+        fit = woodbury.fit(model, nn.MSELoss(), (inputs, y), weight_decay="evidence", steps=60)
+        noise.append(fit.noise / scale**2)
+    assert noise[0] == pytest.approx(noise[1], rel=1e-3) and noise[0] == pytest.approx(0.01, rel=0.5)

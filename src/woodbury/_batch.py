@@ -57,14 +57,15 @@ def is_empty(inputs: Any) -> bool:
     return bool(leaves) and leaves[0].dim() > 0 and leaves[0].shape[0] == 0
 
 
-def explain_types(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
-    """Raise an error that says what to write if a pass failed for inputs of another type than the parameters."""
+def fault_of_types(error: Exception, inputs: Any, dtype: torch.dtype) -> str | None:
+    """What to write if a pass failed for inputs of another type than the parameters."""
     others = sorted({str(leaf.dtype) for leaf in _leaves(inputs)} - {str(dtype)})
-    if others and "type" in str(error):
-        raise TypeError(
-            f"inputs of {' and '.join(others)} do not fit parameters of {dtype}: write inputs.to({dtype}), or "
-            f"convert the model ({error})"
-        ) from error
+    if not others or "type" not in str(error):
+        return None
+    return (
+        f"inputs of {' and '.join(others)} do not fit parameters of {dtype}: write inputs.to({dtype}), or "
+        f"convert the model ({error})"
+    )
 
 
 def check_batch(inputs: Any, targets: Tensor | None) -> int:

@@ -137,6 +137,7 @@ def fit(
     _check_call(loss, data, others)
     criterion = nn.MSELoss() if isinstance(loss, Equations) else as_module(written_model(loss))
     check_model_and_loss(model, criterion)
+    dtypes = _types_of_trained(model)
     convert, kind = Conversion.to(model), "Equations"
     if not isinstance(loss, Equations):
         data, validation = sources.as_tensors(data, convert), sources.as_tensors(validation, convert)
@@ -166,7 +167,6 @@ def fit(
         )
     else:
         _check_one_process()
-        dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
         settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
         settings |= {"metric": None if metric == "auto" else metric, "search": CurvedSearch(), "damping": PLAIN}
         shared: dict[str, Any] = {"limits": limits.or_else(steps=DEFAULT_STEPS), "callback": callback}
@@ -180,7 +180,9 @@ def fit(
             source = _source(model, criterion, terms, forward, points, convert)
             judged = _validation(validation, patience or PATIENCE)
             if judged is not None:
-                judged = replace(judged, batches=[source.as_data(*convert(own)) for own in judged.batches])
+                pairs = [convert(as_pair(own, "validation must give pairs")) for own in judged.batches]
+                sources.check_finite(pairs)
+                judged = replace(judged, batches=[source.as_data(*own) for own in pairs])
             optimizer = GaussNewton(model, criterion, forward=source.forward, **settings)
             run = SolvingRun(optimizer, source, seed=seed, samples=samples, validation=judged, **shared)
     if metrics is not None:
@@ -218,7 +220,7 @@ def _fit_pair(
         own = {name: settings[name] for name in ("forward", "fallback")}
         run = EvidenceRun(model, loss, pair, **own, **shared)
     else:
-        run = PreciseRun(GaussNewton(model, loss, **settings), pair, **shared)
+        run = PreciseRun(GaussNewton(model, loss, **settings), pair, settings["seed"] or 0, **shared)
     run.fit.split = split
     return run
 
@@ -284,6 +286,16 @@ def _check_call(loss: Any, data: Any, others: tuple[Any, ...]) -> None:
         raise TypeError(f"fit: inputs and targets are one argument, a pair: {write}")
     if data is None and not isinstance(loss, Equations):
         raise TypeError(f"fit: the loss or the data is missing, got {type(loss).__name__} alone: {write}")
+
+
+def _types_of_trained(model: nn.Module) -> set[torch.dtype]:
+    """Raise where nothing can be trained, or with too few digits."""
+    dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
+    if not dtypes:
+        raise ValueError("fit: the model has no trainable parameter: none at all, or every requires_grad is False")
+    if low := dtypes & {torch.float16, torch.bfloat16}:
+        raise ValueError(f"fit: {low.pop()} has too few digits for a step: use model.float(), or model.double()")
+    return dtypes
 
 
 def _check_decay(weight_decay: float | str, kind: str) -> None:

@@ -195,7 +195,8 @@ class _Source:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, AttributeError) as error:
-                raise ValueError(f"fit: term {self.name!r}: {error}") from error
+                fault = _batch.fault_of_types(error, batch[0], batch[2].dtype) or error
+                raise ValueError(f"fit: term {self.name!r}: {fault}") from error
         except (TypeError, AttributeError) as error:
             raise ValueError(f"fit: term {self.name!r}: {error}") from error
         return values.detach()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch
+from woodbury._process import level_of_caller
+from woodbury.fit.pace import Pace
 from woodbury.fit.run import Run
 from woodbury.fit.sources import Data
 from woodbury.model.fallback import Forward
@@ -34,7 +37,13 @@ TOLERANCE = 1e-3  # by this for every number that is predicted
 DAMPING = LevenbergMarquardt(initial=1e-3, boost=3.0, drop=0.3, floor=1e-15, relative=True)
 LEAST_RATIO = 1e-4  # to move at all
 LEAST, MOST = 1e-4, 1e8  # bounds of precisions
+SMALLEST_TARGETS = 0.01
 LEAST_NOISE = 1e-8  # of the variance of the targets: below, rounding would decide about the prior
+NOT_DEFINITE = (
+    "by weight_decay='evidence' prior and noise came to a posterior that is not positive definite in float64: "
+    "targets are far from (-1, 1), or without noise. Ways out: woodbury.Scale.targets(y) as the last layer of the "
+    "model, a number in place of 'evidence', or validation=0.2 with it"
+)
 
 
 class Start(NamedTuple):
@@ -54,6 +63,7 @@ class EvidenceRun(Run):
     """Levenberg-Marquardt steps, and updates of prior and noise between them."""
 
     kind: ClassVar[str] = "a pair, by the evidence"
+    smallest_targets: ClassVar[float] = SMALLEST_TARGETS
 
     def __init__(
         self,
@@ -83,14 +93,28 @@ class EvidenceRun(Run):
         self.divisor = rows.total / value if value else self.number_count  # of the sum, to get the loss
         self.variance: float | None = None  # of the targets, for squared error
         if isinstance(loss, nn.MSELoss) and data[1] is not None:
-            centre = data[1].mean(0) if number_count is None else 0.0  # which weighted targets have lost already
-            self.variance = float((data[1] - centre).double().square().sum()) / self.number_count or 1.0
+            targets = data[1] if data[1].is_floating_point() else data[1].double()
+            centre = targets.mean(0) if number_count is None else 0.0  # which weighted targets have lost already
+            self.variance = float((targets - centre).double().square().sum()) / self.number_count or 1.0
+        self._warn_of_time()
         if self.limits.steps is not None:
             starts = starts[: max(1, self.limits.steps // LEAST_TRIAL)]
         self.first = self.parameters(), copy.deepcopy(optimizer.state_dict())
         self.trials: list[dict[str, Any]] = []  # the starts that were tried
         self.waiting = list(starts[1:])
         self._begin(starts[0])
+
+    def _warn_of_time(self) -> None:
+        """Before the first step: say how long steps take where the time ends before the first update."""
+        pace = Pace(self.optimizer, self.data, self.fit.samples)
+        needed = pace.seconds_beyond(self.limits.seconds, FIRST_STEPS)
+        if needed is not None:
+            warnings.warn(
+                f"fit: a step on all {self.fit.samples} samples takes about {needed:.2g} s, and weight_decay="
+                f"'evidence' needs {FIRST_STEPS} of them and more: seconds={self.limits.seconds:g} are too few. "
+                "Ways out: more seconds, fewer samples, a smaller model, or a number in place of 'evidence'",
+                stacklevel=level_of_caller(),
+            )
 
     def _begin(self, start: Start) -> None:
         parameters, optimizer = self.first
@@ -162,7 +186,10 @@ class EvidenceRun(Run):
         rows = self._rows()
         rows.number_count = self.number_count
         for _ in range(UPDATES):
-            update = rows.update(self.precisions, self.noise)
+            try:
+                update = rows.update(self.precisions, self.noise)
+            except ValueError as error:
+                raise ValueError(f"fit: {NOT_DEFINITE}") from error
             self.precisions = {name: min(max(own, LEAST), MOST) for name, own in update.precisions.items()}
             if update.noise is not None and self.variance is not None:
                 self.noise = max(update.noise, LEAST_NOISE * self.variance)

@@ -9,14 +9,22 @@ Without noise the validation loss keeps falling, but such steps creep along the 
 them have taken away less than 70 % of it, the search goes on from the best point, until three of its steps in a
 row pass without a lower validation loss. What it found counts if it has at least halved that loss: a little less
 may be luck. After that there are plain steps again.
+
+Where seconds are given in which hardly a step on all samples fits (`woodbury.fit.pace`), a step is a searched one
+on some of them, drawn anew, and judged on as many others, as with a sampler. What is fitted best are all of them.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from woodbury import _batch
+from woodbury._process import level_of_caller
+from woodbury.fit.pace import FEWEST_STEPS, STEPS, Pace
 from woodbury.fit.run import SEARCH, Best, Run, share_gained, use_search
 from woodbury.fit.sources import Data
 from woodbury.optim import GaussNewton, StepInfo
@@ -34,19 +42,48 @@ class PreciseRun(Run):
 
     kind: ClassVar[str] = "a pair"
 
-    def __init__(self, optimizer: GaussNewton, data: Data, **shared: Any) -> None:
+    def __init__(self, optimizer: GaussNewton, data: Data, seed: int = 0, **shared: Any) -> None:
         super().__init__(optimizer, **shared)
-        self.data = data
-        self.fit.samples = _batch.check_batch(*data)
+        self.data, self.seed = data, seed
+        self.fit.samples = self.samples = _batch.check_batch(*data)
+        self.part = self._part_in_time()  # samples of a step, None for all of them
         self.course: list[float] = []  # the lowest validation losses after plain steps since the last search
         self.before: Best | None = None  # the best point when the search began, while it lasts
-        if self.validation is not None:
+        if self.validation is not None and self.part is None:
             use_search(optimizer, False)
 
+    def _part_in_time(self) -> int | None:
+        """Samples of a step where hardly a step on all of them fits in the time: then many steps do."""
+        if self.samples < 2:
+            return None
+        pace = Pace(self.optimizer, self.data, self.samples)
+        fewest = min(FEWEST_STEPS, self.limits.steps or FEWEST_STEPS)
+        needed = pace.seconds_beyond(self.limits.seconds, fewest)
+        if needed is None or self.limits.seconds is None:
+            return None
+        part = self.fit.samples = pace.samples_for(self.limits.seconds / STEPS / needed)
+        warnings.warn(
+            f"fit: a step on all {self.samples} samples would take about {needed:.2g} s, and seconds="
+            f"{self.limits.seconds:g}: each step takes {part} of them, drawn anew, and others judge it. Ways out: "
+            "more seconds, a smaller model, or a loader",
+            stacklevel=level_of_caller(),
+        )
+        return part
+
     def advance(self) -> Callable[[], str | None]:
-        info = self.optimizer.step(*self.data)
+        if self.part is None:
+            info = self.optimizer.step(*self.data)
+        else:
+            batch, others = self._draw(self.part)
+            info = self.optimizer.step(*batch, held_out=others)
         self.fit.steps += 1
         return lambda: self._note(info)
+
+    def _draw(self, count: int) -> list[Data]:
+        """So many samples for a step, and as many others to judge it; the same after `resume`."""
+        generator = torch.Generator("cpu").manual_seed(self.seed + self.fit.steps)
+        order = torch.randperm(self.samples, generator=generator, device="cpu")[: 2 * count].to(self.device)
+        return [_batch.take(self.data, own, self.samples) for own in order.split(count)]
 
     def _note(self, info: StepInfo) -> str | None:
         """Record a step, and decide whether to stop."""
@@ -56,7 +93,11 @@ class PreciseRun(Run):
         self.measure(record)
         if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"
-        if self.validation is not None:
+        if self.part is not None:
+            self.judge(record.get("validation", fit.loss))
+            if self.validation is not None and self.waited >= self.validation.patience:
+                return "validation"
+        elif self.validation is not None:
             self.judge(record["validation"])
             was_plain = self.before is None
             self.choose_steps()
@@ -85,7 +126,7 @@ class PreciseRun(Run):
         recent = self.fit.history[-STALL_WINDOW:]
         if len(recent) < STALL_WINDOW:
             return False
-        if self.validation is not None:
+        if self.validation is not None or self.part is not None:
             return not any(record["accepted"] for record in recent)
         return share_gained(float(recent[0]["loss"]), self.fit.loss) <= STALL_GAIN
 
@@ -93,6 +134,8 @@ class PreciseRun(Run):
         self.fit.best_step = self.fit.steps
         if self.validation is not None:
             self.fit.validation = self.take_best(self.validation_loss)
+        elif self.part is not None:
+            self.take_best(lambda: self.evaluate([self.data]))
         self.fit.loss = self.evaluate([self.data])
 
     def state(self) -> dict[str, Any]:

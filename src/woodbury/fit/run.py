@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from woodbury import _random
+from woodbury import _batch, _random
 from woodbury._process import stop_on_signal
 from woodbury.fit.checkpoint import Checkpoint, Where, read_checkpoint
 from woodbury.fit.columns import warn_of_columns
@@ -78,6 +78,7 @@ class Run(ABC):
 
     kind: ClassVar[str]  # of its data
     data: Any = None  # a pair that is used whole, if it is
+    smallest_targets: ClassVar[float] = 0.0  # below which root mean square a column of them is warned of
     ways_out: ClassVar[str | None] = None  # if the loss runs away: other samples and weights make it rise too
 
     def __init__(
@@ -88,7 +89,7 @@ class Run(ABC):
         validation: Validation | None = None,
     ) -> None:
         self.optimizer, self.model = optimizer, optimizer.model
-        optimizer._doubts.ways_out["course"] = self.ways_out
+        optimizer.settings = replace(optimizer.settings, advice=self.ways_out)
         self.limits, self.callback, self.validation = limits, callback, validation
         self.device = next(iter(self.model.parameters())).device
         self.convert = Conversion.to(self.model)
@@ -112,6 +113,10 @@ class Run(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Leave the best parameters in the model, and what is true of them in the `Fit`."""
+
+    def some_data(self) -> Iterable[Any]:
+        """A batch of what is trained on, or all of it."""
+        return [self.data]
 
     def asks_to_stop(self) -> bool:
         """Call back after a step."""
@@ -208,13 +213,11 @@ class Run(ABC):
         try:
             self.measure(seen)
         except (RuntimeError, ValueError, IndexError) as error:
-            what = "validation data"
-            if self.data is not None:
-                try:
-                    self.evaluate([self.data])
-                except (RuntimeError, ValueError, IndexError):
-                    what = "data"
-            raise ValueError(f"fit: the {what} does not go with model and loss: {error}") from error
+            try:
+                self.evaluate(self.some_data())
+            except (RuntimeError, ValueError, IndexError) as of_data:
+                raise ValueError(f"fit: the data does not go with model and loss: {of_data}") from of_data
+            raise ValueError(f"fit: the validation data does not go with model and loss: {error}") from error
         if self.validation is not None and not math.isfinite(seen["validation"]):
             check_finite(self.validation.batches)
             raise ValueError(f"fit: the loss on the validation data is {seen['validation']} before the first step")
@@ -259,7 +262,7 @@ class Run(ABC):
             for batch in batches:
                 inputs, targets = self.convert(as_pair(batch, "validation must give pairs"))
                 with torch.set_grad_enabled(self.optimizer.forward is not call_model):
-                    outputs = self.optimizer.forward(self.model, inputs).detach()
+                    outputs = self._outputs(inputs)
                 prepared = prepare(rule, loss, outputs, targets)  # which raises for bad shapes
                 size = float(rule.count(loss, prepared))
                 value = float(loss_of(loss, outputs, targets))
@@ -271,11 +274,22 @@ class Run(ABC):
             raise ValueError("there are no samples")
         return total if rule.is_sum(loss) else total / count
 
+    def _outputs(self, inputs: Any) -> Tensor:
+        try:
+            outputs: Tensor = self.optimizer.forward(self.model, inputs).detach()
+        except RuntimeError as error:
+            dtype = next(iter(self.model.parameters())).dtype
+            fault = _batch.fault_of_types(error, inputs, dtype)
+            if fault is None:
+                raise
+            raise ValueError(fault) from error
+        return outputs
+
     def warn_of_columns(self, inputs: Any, targets: Tensor | None = None) -> None:
         """Before the first step: warn of columns far from (-1, 1)."""
         if not self.fit.steps and self.group.size == 1:
             with self.in_mode(training=False):
-                warn_of_columns(self.optimizer, inputs, targets)
+                warn_of_columns(self.optimizer, inputs, targets, self.smallest_targets)
 
     def note(self, loss: float, **others: Any) -> dict[str, Any]:
         """Begin the record of a step, or an epoch, in the history."""

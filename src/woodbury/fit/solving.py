@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any, ClassVar
 
@@ -240,8 +240,11 @@ class SolvingRun(Run):
             self.drawn = _random.snapshot(self.device)
             _random.restore(now)
 
+    def some_data(self) -> Iterable[Any]:
+        return [self._draw(lambda: self.source.draw(self.count))]
+
     def finish(self) -> None:
-        fit, data = self.fit, [self._draw(lambda: self.source.draw(self.count))]
+        fit, data = self.fit, self.some_data()
         if self.validation is not None:
             fit.validation = self.take_best(self.validation_loss)
             fit.loss = self.evaluate(data)

@@ -72,9 +72,12 @@ class Conversion:
         return Conversion(parameters[0].device if parameters else "cpu", dtype)
 
     def __call__(self, pair: Any) -> Data:
+        """Arrays, tables and lists of numbers as tensors too; anything else stays, as parts of inputs do."""
+        pair = tuple(_as_tensor(own, self.dtype) for own in pair)
         if str(self.device) != "cpu":
             pair = pytree.tree_map_only(Tensor, lambda own: own.to(self.device, non_blocking=True), pair)
-        others = {own.dtype for own in pytree.tree_leaves(pair) if isinstance(own, Tensor)} & _REAL - {self.dtype}
+        floats = [own for own in pytree.tree_leaves(pair) if isinstance(own, Tensor) and own.is_floating_point()]
+        others = {own.dtype for own in floats} - {self.dtype}
         if self.dtype is None or not others:
             return pair
         if not self.is_said:
@@ -266,23 +269,25 @@ def is_batches(data: Any) -> bool:
 
 
 def as_tensors(pair: Any, convert: Conversion) -> Any:
-    """A pair of NumPy arrays, pandas tables or lists of numbers as tensors that the model takes.
-
-    Anything else is returned as it is, with the parts of nested inputs.
-    """
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        return pair
-    inputs, targets = (_as_tensor(own, convert.dtype) for own in pair)
-    return convert((inputs, targets))
+    """What is a pair as one that the model takes, anything else as it is."""
+    return convert(pair) if isinstance(pair, tuple | list) and len(pair) == 2 else pair
 
 
 def _as_tensor(values: Any, dtype: torch.dtype | None) -> Any:
     if hasattr(values, "to_numpy"):  # of pandas
         values = values.to_numpy()
-    is_list = isinstance(values, list) and all(type(own) in (int, float) for own in pytree.tree_leaves(values))
+    is_list = isinstance(values, list) and all(
+        type(own) in (int, float, str) for own in pytree.tree_leaves(values)
+    )
     if type(values).__module__ != "numpy" and not is_list:
         return values
-    found = torch.tensor(values, device="cpu")
+    try:
+        found = torch.tensor(values, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "fit: inputs and targets must be numbers of one type, in rows of the same length: classes by their "
+            f"places 0, 1, ... (numpy.unique(y, return_inverse=True)[1]), other columns in numbers ({error})"
+        ) from error
     if is_list and found.is_floating_point():  # floats of Python have no size
         return torch.tensor(values, dtype=dtype or torch.float64, device="cpu")
     return found
@@ -327,8 +332,11 @@ def check_same_columns(data: Data, validation: Data) -> None:
 def check_learnable(data: Data) -> None:
     """Raise if noise cannot be told from the rest: one sample, or targets that are all the same."""
     inputs, targets = data
-    if _batch.sample_count(inputs) < 2:
-        raise ValueError("fit: one sample alone does not tell noise from the rest: pass more, or no validation")
+    if _batch.check_batch(inputs, targets) < 2:
+        raise ValueError(
+            "fit: one sample alone does not tell noise from the rest: pass more, or leave out validation= and "
+            "weight_decay='evidence'"
+        )
     if targets is not None and bool((targets == targets[:1]).all()):
         raise ValueError("fit: all targets are the same: there is nothing to learn from them")
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -90,6 +91,9 @@ class TrainingRun(Run):
             finally:
                 for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                     group["lr"] = rate
+
+    def some_data(self) -> Iterable[Any]:
+        return islice(self.batches.loader, 1)
 
     def reached(self) -> str | None:
         return self.limits.reached(self.fit.steps, self.fit.seconds, self.batches.epochs)

@@ -12,7 +12,6 @@ from torch import Tensor
 from woodbury import _batch
 from woodbury._batch import Batch
 from woodbury.device.scalars import Scalar, is_known
-from woodbury.policies.guard import ADVICE
 from woodbury.quadratic.passes import NonFiniteLossError, NonFiniteSampleError, Piece
 from woodbury.quadratic.quadratic import Problem
 
@@ -31,14 +30,13 @@ class Doubts:
 
     def __init__(self, method: str) -> None:
         self.method = method
-        self.ways_out: dict[str, str | None] = {"course": ADVICE}  # None: nothing is said
         self._given: set[str] = set()
         self._solves, self._looked_at = 0, math.inf
 
-    def warn_once(self, messages: Mapping[str, str]) -> None:
-        """By kind."""
+    def warn_once(self, messages: Mapping[str, str], advice: str | None = None) -> None:
+        """By kind; advice: ways out where the loss runs away, of which nothing is said without."""
         for kind, message in messages.items():
-            ways_out = self.ways_out.get(kind, "")
+            ways_out = advice if kind == "course" else ""
             if kind not in self._given and ways_out is not None:
                 self._given.add(kind)
                 text = f"{message}. Ways out: {ways_out}" if ways_out else message

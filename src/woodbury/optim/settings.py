@@ -16,6 +16,7 @@ from woodbury.curvature import Curvature
 from woodbury.losses.rules import check_is_module
 from woodbury.model.fallback import Forward
 from woodbury.policies.damping import Damping, is_relative
+from woodbury.policies.guard import ADVICE
 from woodbury.policies.search import CurvedSearch
 from woodbury.quadratic.metric import Metric
 from woodbury.quadratic.quadratic import Blocks, Solver
@@ -59,6 +60,7 @@ class Settings:
     search: CurvedSearch | None = None
     memory: int = 0
     metric: Metric | None = None
+    advice: str | None = ADVICE  # where the loss runs away; None: nothing is said
 
     def __post_init__(self) -> None:
         check_curvature_samples(self.curvature_samples)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from woodbury import _random, products
-from woodbury._batch import explain_types
+from woodbury._batch import fault_of_types
 from woodbury._vector import Parts, Vector
 from woodbury.device.scalars import Truth, as_truth, compute, is_known
 from woodbury.layers.maps import plain_attention
@@ -53,7 +53,7 @@ class Step:
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
             policy.judge(proposal, objective, self.context.state)
         if proposal.warnings:
-            self.doubts.warn_once(proposal.warnings)
+            self.doubts.warn_once(proposal.warnings, settings.advice)
         with torch.set_grad_enabled(False):
             return self._move(proposal, done)
 
@@ -108,8 +108,10 @@ class Step:
             name_bad_samples(self.problem, error)
             raise
         except RuntimeError as error:
-            explain_types(error, self.problem.batch.inputs, self.problem.plan.dtype)
-            raise
+            fault = fault_of_types(error, self.problem.batch.inputs, self.problem.plan.dtype)
+            if fault is None:
+                raise
+            raise TypeError(fault) from error
         proposal.gains |= gains
         return proposal, policy, objective
 
