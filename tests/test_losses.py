@@ -14,6 +14,7 @@ from cases import every_pair
 from woodbury._vector import flatten
 from woodbury.losses.rules import loss_rule
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.products import loss_of
 
 SECOND_ORDER = {name: kind for name, kind in OPTIMIZERS.items() if name not in ("sgd", "adam")}
 
@@ -203,6 +204,13 @@ def test_whole_numbers_of_any_type_count_as_those_that_torch_takes(loss, kind):
         parts = woodbury.fit(model, loss, [data], epochs=1, validation=data, progress=False)
         found.append([float(first.loss), float(verified), whole.loss, parts.loss, parts.validation])
     assert found[0] == found[1]
+
+
+def test_masks_and_places_in_the_shape_of_the_outputs_reach_a_loss_of_the_users_as_they_are():
+    seen = []
+    for targets in (torch.ones(4, dtype=torch.bool), torch.ones(4, 2, dtype=torch.int64), torch.ones(4, 2).bool()):
+        loss_of(lambda _, own: seen.append((own.dtype, own.shape)), torch.zeros(4, 2), targets)
+        assert seen.pop() == (targets.dtype, targets.shape)
 
 
 def test_softmax_columns_are_the_householder_reflection_of_the_symmetric_factor():

@@ -80,8 +80,11 @@ def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None
     if targets is None:
         return loss(outputs, torch.zeros_like(outputs))
     # torch's losses accept one type only: numbers in that of the outputs, or class indices
-    are_numbers = targets.is_floating_point() or targets.shape == outputs.shape
-    targets = targets.to(outputs.dtype) if are_numbers else targets.long()
+    is_of_torch = type(loss).__module__ == nn.modules.loss.__name__
+    if targets.is_floating_point() or (is_of_torch and targets.shape == outputs.shape):
+        targets = targets.to(outputs.dtype)
+    elif is_of_torch or targets.dtype != torch.bool:  # a mask for a loss of the user's stays one
+        targets = targets.long()
     return loss(outputs, *targets.unbind(1)) if isinstance(loss, nn.GaussianNLLLoss) else loss(outputs, targets)
 
 
