@@ -80,10 +80,10 @@ def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None
     if targets is None:
         return loss(outputs, torch.zeros_like(outputs))
     # torch's losses accept one type only: numbers in that of the outputs, or class indices
-    is_of_torch = type(loss).__module__ == nn.modules.loss.__name__
-    if targets.is_floating_point() or (is_of_torch and targets.shape == outputs.shape):
+    is_of_user = isinstance(loss, nn.Module) and type(loss).__module__ != nn.modules.loss.__name__
+    if targets.is_floating_point() or (targets.shape == outputs.shape and not is_of_user):
         targets = targets.to(outputs.dtype)
-    elif is_of_torch or targets.dtype != torch.bool:  # a mask for a loss of the user's stays one
+    elif targets.dtype != torch.bool or not is_of_user:  # a mask for a loss of the user's stays one
         targets = targets.long()
     return loss(outputs, *targets.unbind(1)) if isinstance(loss, nn.GaussianNLLLoss) else loss(outputs, targets)
 
