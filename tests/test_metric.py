@@ -270,3 +270,20 @@ def test_what_does_not_go_together_is_refused(settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         optimizer = woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss(), **settings)
         optimizer.step(torch.randn(4, 2), torch.randn(4, 1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory": 2, "metric": "adam"}], ids=str)
+def test_a_parameter_without_entries_changes_no_step(settings):
+    model, batches = problem("chain")
+    wider = Parts(lambda m, x: m.inner(x) + m.nothing.sum(), inner=copy.deepcopy(model))
+    wider.nothing, loss = nn.Parameter(torch.zeros(0, 5, dtype=torch.float64)), nn.CrossEntropyLoss()
+    for own in (model, wider):
+        settings = {"damping": 1.0, "momentum": 0.9, "fallback": "autograd"} | settings
+        optimizer = woodbury.GaussNewton(own, loss, **settings)
+        for batch in batches:
+            optimizer.step(*batch)
+        for name, part in optimizer.state["momentum"].items():
+            assert part.shape == own.get_parameter(name).shape
+    bound = bounds.of_step(model, loss, *batches[0], 1.0, len(batches))
+    found, expected = [reference.flat(own.parameters()).detach() for own in (wider, model)]
+    assert reference.relative_error(found, expected) <= bound

@@ -236,8 +236,12 @@ def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
 
 def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
     """A bound on the rounding error of v^T A v for A >= 0: eps trace(A) |v|^2, summed over blocks."""
-    trace = matrix.trace() if matrix.dim() == 2 else matrix.diagonal(dim1=-2, dim2=-1).sum()
-    return torch.finfo(matrix.dtype).eps * scalar(trace) * sum_of_squares(vector)
+    return torch.finfo(matrix.dtype).eps * trace(matrix) * sum_of_squares(vector)
+
+
+def trace(matrix: Tensor) -> Scalar:
+    """The trace of A (b, m, m), summed over blocks."""
+    return scalar(matrix.trace() if matrix.dim() == 2 else matrix.diagonal(dim1=-2, dim2=-1).sum())
 
 
 @contextmanager

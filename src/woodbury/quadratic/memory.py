@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from woodbury.device.constants import zeros
 from woodbury.device.scalars import Scalar
 from woodbury.layers.forms import RowForm, concatenate_forms
 from woodbury.layers.outer import form_of_state
@@ -92,7 +93,7 @@ def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -
             rows=Rows(plan, {name: form.only_rows() for name, form in forms.items()}, before + rows.row_count),
             curvature_rows=before + count,
             divisor=sum([batch.divisor for batch in kept.batches], quadratic.divisor),
-            e=torch.cat([e.new_zeros(before), e]),
+            e=torch.cat([zeros(before, e.dtype, e.device), e]),
             _gram=None,
         )
     batches = (*kept.batches, new)

@@ -158,7 +158,8 @@ class AdamMetric(Metric):
         for name, square in zip(gradient, torch._foreach_mul(parts, parts), strict=True):
             if square.dim() > 1:
                 square = square if square.dim() == 2 else square.flatten(1)
-                moments[f"{name}.rows"], moments[f"{name}.columns"] = square.mean(1), square.mean(0)
+                rows, columns = [_averaging(size, square.dtype, square.device) for size in square.shape]
+                moments[f"{name}.rows"], moments[f"{name}.columns"] = square.mv(columns), square.t().mv(rows)
             else:
                 moments[name] = square
         return Space.of(moments).pack(moments)
@@ -170,10 +171,11 @@ class AdamMetric(Metric):
         # all at once: they are many, and small. The mean of the rows of a matrix is that of its columns
         device = plan.device
         lengths = _lengths(moments.space, device)
-        means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True)
+        # that of a part without entries is 0
+        means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True, initial=0.0)
         shares = _shares(moments.space, plan.space, plan.dtype, device)
         divisors = shares.mv(means).clamp_min(torch.finfo(plan.dtype).tiny)
-        relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)
+        relative = moments.flat / divisors.index_select(0, _part_of_each(moments.space, device))
         parts = iter(relative.add_(SMALLEST).pow_(-0.5 * POWER).split(moments.space.sizes))  # s = D^{-1/2}
         factors: dict[str, tuple[Tensor, ...]] = {}
         for name in plan.parameters:
@@ -191,6 +193,18 @@ class AdamMetric(Metric):
 def _lengths(moments: Space, device: torch.device) -> Tensor:
     """Of each part of the moments."""
     return torch.tensor(moments.sizes, device="cpu").to(device)
+
+
+@constant_tensor
+def _part_of_each(moments: Space, device: torch.device) -> Tensor:
+    """The index of the part that each of the moments belongs to."""
+    return torch.repeat_interleave(torch.tensor(moments.sizes, device="cpu")).to(device)
+
+
+@constant_tensor
+def _averaging(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 / size for each of so many numbers: their mean as a product, which takes half the time of `mean`."""
+    return torch.full((size,), 1 / max(size, 1), dtype=dtype, device="cpu").to(device)
 
 
 @constant_tensor

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from woodbury import linalg
 from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar
-from woodbury.linalg import factor_cholesky, plus_diagonal, reciprocal_condition, solve_factored, sum_of_squares
 from woodbury.model.plan import Plan
 from woodbury.quadratic.quadratic import Blocks, Damped, Minimizer, Quadratic, Solver
 from woodbury.quadratic.sample_space import InSampleSpace, doubt_of_condition, minimizer_of
@@ -35,13 +35,13 @@ class InParameterSpace(Damped):
                 x = entries.to(matrix.dtype)
                 curvature = curvature + scalar(torch.dot(x, matrix.mv(x)))
         else:
-            curvature = sum_of_squares(image[: quadratic.curvature_rows]) / quadratic.divisor
+            curvature = linalg.sum_of_squares(image[: quadratic.curvature_rows]) / quadratic.divisor
         return minimizer_of(self, p, curvature, self._ok, image)
 
     def doubt(self, found: Minimizer, look: bool) -> str | None:
         if not look:
             return None
-        condition = min(reciprocal_condition(lower) for lower in self._lowers)
+        condition = min(linalg.reciprocal_condition(lower) for lower in self._lowers)
         return doubt_of_condition(condition, self._lowers[0].dtype)
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
@@ -53,12 +53,12 @@ class InParameterSpace(Damped):
         matrices = self.quadratic.matrices
         if not self._lowers:
             for names, matrix in zip(self._names, matrices, strict=True):
-                lower, ok = factor_cholesky(plus_diagonal(matrix, self._shift(names, matrix)))
+                lower, ok = linalg.factor_cholesky(linalg.plus_diagonal(matrix, self._shift(names, matrix)))
                 self._lowers.append(lower)
                 self._ok = self._ok & ok
         parts = []
         for lower, entries in zip(self._lowers, self._by_block(force), strict=True):
-            parts.append(solve_factored(lower, entries.to(lower.dtype)))
+            parts.append(linalg.solve_factored(lower, entries.to(lower.dtype)))
         if not refine or len(parts) > 1:
             return self._joined(parts, force), None
         # one step of iterative refinement with U^T (U p), as in sample space
@@ -67,7 +67,7 @@ class InParameterSpace(Damped):
         image[self.quadratic.curvature_rows :] = 0  # the rows of samples outside S2
         curved = rows.rmatvec(image / self.quadratic.divisor).flat.to(p.dtype)
         residual = force.flat.to(p.dtype) - curved - self._shift(self._names[0], p) * p
-        refined = force.of((p + solve_factored(self._lowers[0], residual)).to(dtype))
+        refined = force.of((p + linalg.solve_factored(self._lowers[0], residual)).to(dtype))
         return refined, rows.matvec(refined)
 
     def _shift(self, names: tuple[str, ...], like: Tensor) -> Scale:
@@ -106,8 +106,7 @@ class Cholesky(Solver):
 
     def trace(self, quadratic: Quadratic) -> Scalar:
         if quadratic.blocks.are_smaller(quadratic.plan, quadratic.curvature_rows):
-            diagonals = [matrix.diagonal().sum() for matrix in quadratic.matrices]
-            return scalar(torch.stack(diagonals).sum())
+            return sum([linalg.trace(matrix) for matrix in quadratic.matrices], 0.0)
         return super().trace(quadratic)
 
     def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:

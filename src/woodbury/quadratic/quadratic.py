@@ -27,8 +27,8 @@ from woodbury._random import Snapshot, replayed
 from woodbury._vector import Space, Vector
 from woodbury.curvature import Curvature
 from woodbury.device.constants import ones
-from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar
-from woodbury.linalg import sum_of_squares
+from woodbury.device.scalars import Scalar, Scale, Truth, compute
+from woodbury.linalg import sum_of_squares, trace
 from woodbury.losses.factors import Factor
 from woodbury.model.plan import Plan
 from woodbury.parallel.group import Group
@@ -96,8 +96,7 @@ class Solver(ABC):
 
     def trace(self, quadratic: Quadratic) -> Scalar:
         """The trace of K, which is that of B. What it needs is kept for the solves that follow."""
-        diagonal = quadratic.factor_gram().diagonal(dim1=-2, dim2=-1)
-        return scalar(diagonal.sum()) / quadratic.divisor
+        return trace(quadratic.factor_gram()) / quadratic.divisor
 
     def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:
         """Rows of each matrix to be factored, or 0 for none, for so many factor rows and rows of other samples."""
