@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 Parts = dict[str, Tensor]  # tensors by parameter name
 
@@ -19,8 +19,6 @@ class Space:
         self.shapes = dict(shapes)
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.size = sum(self.sizes)
-        self._like = [torch.empty((), device="cpu").expand(shape) for shape in self.shapes.values()]
-        self._empty = [name for name, shape in self.shapes.items() if not shape.numel()]
 
     @staticmethod
     def of(parts: Mapping[str, Tensor]) -> Space:
@@ -52,10 +50,8 @@ class Space:
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a flat tensor, by name."""
-        parts = dict(zip(self.shapes, _unflatten_dense_tensors(flat, self._like), strict=True))
-        for name in self._empty:  # torch gives these the shape (0,)
-            parts[name] = flat.new_empty(self.shapes[name])
-        return parts
+        pairs = zip(self.shapes.items(), flat.split_with_sizes(self.sizes), strict=True)
+        return {name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in pairs}
 
 
 @lru_cache(256)
@@ -121,7 +117,7 @@ class Vector(Mapping[str, Tensor]):
 
     def dot(self, other: Vector) -> Tensor:
         """<self, other>, accumulated in float64."""
-        if self.flat.is_cuda:  # one kernel less
+        if self.flat.is_cuda and self.flat.dtype != torch.float64:  # one kernel less
             return (self.flat * other.flat).sum(dtype=torch.float64)
         own = self.flat.double()
         return torch.dot(own, own if other is self else other.flat.double())
