@@ -7,7 +7,7 @@ settings that are fast on most seeds and diverge on the others. Takes about fift
     .venv/bin/python examples/digits_grid.py
 """
 
-import sys
+import argparse
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -17,7 +17,7 @@ from woodbury.experiments.presets import PRESETS, default_settings
 from woodbury.experiments.train import train
 from woodbury.runs import report
 
-OPTIMIZERS = ("smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac", "sgd")  # or those named as arguments
+OPTIMIZERS = ("smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac", "sgd")
 RATES = (0.1, 0.3, 1.0, 2.0)
 MOMENTA = (0.0, 0.9)
 SEEDS = (100, 101, 102, 103, 104)
@@ -41,12 +41,17 @@ def worst_loss(optimizer: str, lr: float, momentum: float, folder: Path, data: D
 
 def main() -> None:
     """Print the grid as a Markdown table, the best cell of each row in bold."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("optimizers", nargs="*", help=f"some of {', '.join(OPTIMIZERS)} (default: all)")
+    chosen = parser.parse_args().optimizers or OPTIMIZERS
+    if unknown := set(chosen).difference(OPTIMIZERS):
+        parser.error(f"no such optimizer: {', '.join(sorted(unknown))}")
     cells = list(product(MOMENTA, RATES))
     data = load_dataset("digits")
     print("| optimizer |", " | ".join(f"lr {lr:g}, momentum {momentum:g}" for momentum, lr in cells), "|")
     print("| --- |" + " --- |" * len(cells))
     with tempfile.TemporaryDirectory() as folder:
-        for optimizer in sys.argv[1:] or OPTIMIZERS:
+        for optimizer in chosen:
             losses = [worst_loss(optimizer, lr, momentum, Path(folder), data) for momentum, lr in cells]
             best = min(loss for loss in losses if loss is not None)
             shown = ["-" if x is None else f"**{x:.2g}**" if x == best else f"{x:.2g}" for x in losses]
