@@ -100,7 +100,8 @@ def fit(
             tensor, and for squared error the noise, by the evidence of the Gauss-Newton posterior; validation data
             is then measured only, as nothing has to be held out.
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
-            epochs, if there is no budget). After `resume` steps and seconds count from the very first.
+            epochs, if there is no budget). After `resume` steps and seconds count from the very first. Where fewer
+            than five steps on all of a pair fit in the seconds, steps take a part of it, with a warning.
         epochs: how often to go through a loader. Where seconds alone are the budget steps take up to four of its
             batches, as noise and time allow (`woodbury.fit.growth`); else nothing follows from the clock.
         samples: how many to draw at first; by default 1.5 per parameter, from 256 to 4096 (on a GPU from 2048 to

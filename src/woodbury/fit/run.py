@@ -214,7 +214,8 @@ class Run(ABC):
             self.measure(seen)
         except (RuntimeError, ValueError, IndexError) as error:
             try:
-                self.evaluate(self.some_data())
+                if self.group.size == 1:  # others may have had another error, and not come here
+                    self.evaluate(self.some_data())
             except (RuntimeError, ValueError, IndexError) as of_data:
                 raise ValueError(f"fit: the data does not go with model and loss: {of_data}") from of_data
             raise ValueError(f"fit: the validation data does not go with model and loss: {error}") from error
