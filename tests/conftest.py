@@ -31,6 +31,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from problems import set_seed  # noqa: E402
+
 
 def pytest_addoption(parser):
     text = "run a thirtieth of the tests that use tests/bounds.py, with other matrix kernels and two threads"
@@ -77,4 +79,4 @@ def _uses_bounds(function, module, seen):
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
-    torch.manual_seed(0)
+    set_seed(0)
