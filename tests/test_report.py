@@ -231,13 +231,13 @@ def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path):
 def test_write_leaves_a_figure_and_a_page_in_its_folder_the_same_every_time(tmp_path):
     versions = {"python": "3.12", "torch": "2.11"}
     runs = report.load([write_run(tmp_path / "run", dataset="../mnist", versions=versions)])
-    assert dict(page_data(runs)[0]["facts"])["software"] == "python 3.12, torch 2.11"
-    assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\((?!#)", report.html(runs))  # no address
     out = tmp_path / "new" / "out"
     page, figure = report.write(runs, out)
     before = contents(out)
     assert [page.name, figure.name] == ["report.html", "..%2fmnist.png"] == sorted(before, reverse=True)
-    assert before["report.html"].decode() == report.html(runs) and before[figure.name].startswith(b"\x89PNG")
+    assert b'["software", "python 3.12, torch 2.11"]' in before["report.html"]
+    assert not re.search(rb"https?:|//[a-z]+\.[a-z]|@import|url\((?!#)", before["report.html"])  # no address
+    assert before[figure.name].startswith(b"\x89PNG")
     report.write(runs, out)
     with pytest.raises(OSError):
         report.write(runs, page / "out")
