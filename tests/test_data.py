@@ -397,7 +397,10 @@ POSITIVES = {"covtype": 283_301}  # in both parts together
 NEED_SKLEARN = ("digits", "webspam")
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+UNPACKED_LONG = {"cifar10": [pytest.mark.slow]}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=UNPACKED_LONG.get(name, ())) for name in SHAPES])
 def real(request):
     """Each data set whose files are there, loaded once."""
     name = request.param

@@ -22,10 +22,10 @@ def fuzzer(tmp_path_factory):
 
 
 def test_damaged_files_give_the_right_result_or_are_refused(fuzzer):
-    found = {number: fuzzer.case(0, number) for number in range(200)}
+    found = {number: fuzzer.case(0, number) for number in range(80)}
     assert {number: case for number, case in found.items() if case.outcome in ("wrong", "crashed")} == {}
     counts = Counter(case.outcome for case in found.values())
-    assert counts["refused"] > 150  # so the damage was there
+    assert counts["refused"] > 60  # so the damage was there
     assert {case.target for case in found.values() if case.outcome == "open"} <= {
         name for name, target in fuzzer.targets.items() if not target.checked
     }
