@@ -84,18 +84,23 @@ class Page:
         (element,) = self.all(selector)
         return element
 
+    def each(self, selector, read):
+        """What a function of JavaScript says of each element: asked one by one they take 25 ms each."""
+        script = f"return [...document.querySelectorAll(arguments[0])].map(own => {read})"
+        return self.browser.execute_script(script, selector)
+
     def choose(self, value):
         self.one(f"option[value={value}]").click()
 
     def legend(self):
-        return [label.text for label in self.all(".controls label")]
+        return self.each(".controls label", "own.innerText.trim()")
 
     def toggle(self, label):
         return self.all(".controls input")[self.legend().index(label)]
 
     def labels(self, chart):
-        curves = self.all(f"[data-quantity={chart}] [id^=curve-]")
-        names = {curve.get_attribute("id") for curve in curves if curve.is_displayed()}
+        curves = f"[data-quantity={chart}] [id^=curve-]"
+        names = self.each(curves, "getComputedStyle(own).display === 'none' ? '' : own.id")
         return [label for index, label in enumerate(self.legend()) if f"curve-{index}" in names]
 
     def curve(self, chart, label):
@@ -112,9 +117,8 @@ class Page:
 
     def ticks(self, chart, axis):
         """Places of the ticks of an axis by their labels."""
-        ticks = self.all(f"[data-quantity={chart}] [id^={axis}tick_]")
-        marks = [(tick.text, tick.find_element("css selector", "use")) for tick in ticks]
-        return {text: float(mark.get_attribute(axis)) for text, mark in marks}
+        read = f"[own.textContent.trim(), Number(own.querySelector('use').getAttribute('{axis}'))]"
+        return dict(self.each(f"[data-quantity={chart}] [id^={axis}tick_]", read))
 
     def scale(self, chart, axis, shape=float, first=0):
         """From places to `shape` of a value, by the first label, or a later one, and the last."""
@@ -128,7 +132,7 @@ class Page:
 
     def texts(self, rows):
         """The cells of the rows of a table."""
-        return [[cell.text for cell in row.find_elements("css selector", "th, td")] for row in self.all(rows)]
+        return self.each(rows, "[...own.querySelectorAll('th, td')].map(cell => cell.innerText.trim())")
 
     def ends(self):
         return self.texts(".ends tbody tr")
