@@ -12,6 +12,7 @@ from torch import nn
 import bounds
 import woodbury
 from cases import all_pairs, every_pair
+from checks import silence
 from woodbury.least_squares import minimize as iteration
 from woodbury.least_squares import trust_region
 from woodbury.least_squares.residuals import LOSSES, Loss, Residuals
@@ -726,6 +727,20 @@ def test_errors_name_the_argument(arguments, kind, message):
     arguments = {"function": lambda b, *_: b - 1, "start": [1.0, 2.0], **arguments}
     with pytest.raises(kind, match=message):
         woodbury.least_squares(**arguments)
+
+
+def test_a_parameter_whose_derivative_is_lost_is_warned_of():
+    t = torch.linspace(0, 1, 20, dtype=torch.float64)
+    for lost in (lambda b: b.item(), lambda b: b.detach(), lambda b: torch.tensor(b.tolist())):
+        with pytest.warns(RuntimeWarning, match=r"change with parameter\[1\] of start, .* without item"):
+            woodbury.least_squares(lambda b, lost=lost: lost(b[1]) * torch.exp(-b[0] * t) - 2, [1.0, 3.0])
+    batch = {"start": [[1.0, 3.0], [2.0, 4.0]], "batched": True, "max_nfev": 1}
+    with pytest.warns(RuntimeWarning, match=r"parameter\[1\]"):
+        woodbury.least_squares(lambda b: b[1].detach() * t - b[0], **batch)
+    right = (lambda b: t - b[0], lambda b: b[1] ** 2 * t - b[0], lambda b: b[1].abs() + t - b[0])
+    for function in right:  # without the parameter, and with a derivative of zero at zero
+        with silence(RuntimeWarning):
+            woodbury.least_squares(function, [1.0, 0.0])
 
 
 def test_docstring_example_runs():

@@ -6,6 +6,7 @@ The function is computed in the type of the start. All numbers that come from it
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from woodbury._choice import check_number, part_named
+from woodbury._process import level_of_caller
 
 _FEW = 10_000  # b m^2: up to here reverse mode is the quicker one, whatever the number of parameters
 _SMALLEST, _LARGEST = 1e-75, 1e75  # of residuals and derivatives: squares of their squares are numbers
@@ -109,7 +111,32 @@ class Residuals:
                     f"the {name}{place(wrong, shape)} are of the size {sizes[wrong][0].item():.0e}, whose square "
                     "is no number: take another unit for them"
                 )
+        self._find_lost_derivatives(x, rows, (J == 0).all(1))
         return f, J
+
+    def _find_lost_derivatives(self, x: Tensor, rows: Tensor, still: Tensor) -> None:
+        """Warn if residuals change with parameters in which their derivatives are zero; still (b, p)."""
+        step = still * self.epsilon ** (1 / 3) * (1 + x.abs())
+
+        def changes(step: Tensor) -> bool:
+            ahead, behind = self(x + step, rows), self(x - step, rows)
+            size = (ahead.abs() + behind.abs()).amax(-1, keepdim=True)
+            return bool(((ahead - behind).abs() > math.sqrt(self.epsilon) * size).any())
+
+        if not still.any() or not changes(step):
+            return
+        for entry in still.any(0).nonzero().flatten():
+            alone = torch.zeros_like(step)
+            alone[:, entry] = step[:, entry]
+            if changes(alone):
+                index = place(torch.arange(x.shape[1], device=x.device) == entry, self.shape)
+                warnings.warn(
+                    f"the residuals change with parameter{index} of start, but their derivative in it is zero: it "
+                    "will stay where it is. Compute them without item(), float(), detach() or numpy() of it",
+                    RuntimeWarning,
+                    stacklevel=level_of_caller(),
+                )
+                return
 
     def rounded(self, x: Tensor) -> Tensor:
         """Points that the function can be computed at."""
