@@ -17,7 +17,10 @@ from woodbury.model.fallback import Forward, outputs_agree
 from woodbury.model.graph import graph_edges
 from woodbury.model.plan import Plan
 
-_MIXED = "rows per sample do not exist where the model mixes the samples of a batch"
+_MIXED = (
+    "rows per sample do not exist where the model mixes the samples of a batch (attention, recurrent layers and "
+    "transformers need batch_first=True where samples lie along the first axis)"
+)
 
 
 def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = True) -> None:
