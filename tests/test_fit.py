@@ -120,7 +120,7 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
         return inputs, surface(inputs)
 
     model = problems.mlp(2, 12, 1).double()  # 49 parameters: 8 samples do not determine them
-    fit = woodbury.fit(model, nn.MSELoss(), counting, steps=60, samples=8, points="as drawn", progress=False)
+    fit = woodbury.fit(model, nn.MSELoss(), counting, steps=30, samples=8, points="as drawn", progress=False)
     assert counts[:2] == [8, 8] and max(counts) == fit.samples > 8
     assert fit.samples <= 8 * sum(own.numel() for own in model.parameters())
     inputs = torch.rand(50, 2, dtype=torch.float64)
