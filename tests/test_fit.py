@@ -143,11 +143,12 @@ def test_a_step_has_one_sample_and_a_half_per_parameter_at_first(size, on_cpu, e
     ("samples", "sizes"),
     [
         (12, [(12, 2), (24, 2), (48, 8)]),  # up to 32, and once beyond
-        (32, [(32, 8), (64, 8), (32, 32), (64, 12)]),  # a trial that does not pay, a rest, one that does
+        (32, [(32, 8), (64, 8), (32, 8), (64, 12)]),  # a trial that does not pay, a rest, one that does
     ],
 )
 def test_more_samples_than_usual_stay_only_if_their_steps_gain_half_as_much_again(samples, sizes, monkeypatch):
-    gains = {8: 1.0, 16: 1.4, 48: 1.0, 56: 1.6}  # before trials and after them
+    gains = {8: 1.0, 16: 1.4, 24: 1.0, 32: 1.6}  # before trials and after them
+    monkeypatch.setattr(solving, "REST", 8)
     monkeypatch.setattr(solving.SolvingRun, "_gained", lambda self, steps: gains[self.fit.steps])
     monkeypatch.setattr(solving, "LIMITED", math.inf)  # every step seems to be limited by the samples
     usual = property(lambda self: 32, lambda self, value: None)  # as on a device
