@@ -77,19 +77,19 @@ def equations():
 
 
 OTHERS = smooth(25, 3)
-TRAINING = {"epochs": 3, "curvature_samples": 5, "validation": OTHERS}
+TRAINING = {"epochs": 2, "curvature_samples": 5, "validation": OTHERS}
 # the model, what fit takes beside it, after how many steps it is killed
 FITS = {
     "a pair": (network, lambda: {"data": smooth(), "steps": 9}, (2, 9)),
     "validation": (network, lambda: {"data": smooth(), "steps": 14, "validation": OTHERS}, (2, 13)),
     "a share": (network, lambda: {"data": smooth(), "steps": 8, "validation": 0.25, "seed": 4}, (3,)),
     "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 45)),
-    "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 17)),
-    "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 18)),
-    "own generator": (network, lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING}, (3, 6, 13)),
-    "validation loader": (network, lambda: {"data": loader(), **TRAINING, "validation": loader(size=7)}, (5, 13)),
+    "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 11)),
+    "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 12)),
+    "own generator": (network, lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING}, (3, 6, 9)),
+    "validation loader": (network, lambda: {"data": loader(), **TRAINING, "validation": loader(size=7)}, (5, 9)),
     "own sampler": (network, lambda: {"data": by_sampler(), **TRAINING}, (3, 8)),
-    "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 11)),
+    "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 9)),
     "workers": (
         network,
         lambda: {"data": DataLoader(TensorDataset(*smooth()), 20, shuffle=True, num_workers=1), **TRAINING},
@@ -103,7 +103,7 @@ FITS = {
         (3,),
     ),
     # weights are balanced anew before the ninth step
-    "equations": (network, lambda: {"loss": equations(), "samples": 20, "steps": 10}, (3, 8, 9)),
+    "equations": (network, lambda: {"loss": equations(), "samples": 20, "steps": 10}, (8, 9)),
 }
 
 

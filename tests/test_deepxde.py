@@ -1,5 +1,6 @@
 """Models of DeepXDE: steps against dense matrices of its own losses, caches, refusals, what a fit leaves."""
 
+import itertools
 import math
 import os
 import time
@@ -43,10 +44,10 @@ def double():
 
 
 @pytest.fixture
-def own_seconds():
-    """Seconds are those that this process computes for: on a busy machine the others hold no steps."""
+def clock():
+    """Time goes on where it is looked at alone: a slow machine takes as many steps as a fast one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "perf_counter", time.process_time)
+        patch.setattr(time, "perf_counter", itertools.count(step=0.02).__next__)
         yield
 
 
@@ -253,7 +254,7 @@ def decay(rate):
     start = dde.icbc.IC(geometry, lambda x: 1, lambda _, on: on)
     conditions = [start, dde.icbc.PointSetBC(times, np.exp(-2 * times))]
     data = dde.data.PDE(geometry, lambda x, y: dde.grad.jacobian(y, x) + rate * y, conditions, 20, 2, num_test=7)
-    return compiled(data, external_trainable_variables=[rate], metrics=["l2 relative error"] * 0)
+    return compiled(data, hidden=16, external_trainable_variables=[rate], metrics=["l2 relative error"] * 0)
 
 
 def test_a_fit_leaves_a_model_that_deepxde_goes_on_with(tmp_path):
@@ -265,10 +266,10 @@ def test_a_fit_leaves_a_model_that_deepxde_goes_on_with(tmp_path):
     file, variables = str(tmp_path / "model"), str(tmp_path / "rate.dat")
     callbacks = [dde.callbacks.VariableValue(rate, period=1, filename=variables)]
     callbacks.append(dde.callbacks.ModelCheckpoint(file, save_better_only=True, period=20))
-    fit = woodbury.deepxde.fit(model, steps=80, verbose=0, callbacks=callbacks)
+    fit = woodbury.deepxde.fit(model, steps=30, verbose=0, callbacks=callbacks)
     history = model.losshistory
-    assert model.train_state.step == 100 and history.steps[-1] == 100
-    assert isinstance(fit, woodbury.Fit) and fit.steps == len(fit.history) == 80 and fit.reason == "steps"
+    assert model.train_state.step == 50 and history.steps[-1] == 50
+    assert isinstance(fit, woodbury.Fit) and fit.steps == len(fit.history) == 30 and fit.reason == "steps"
     losses = model._outputs_losses(True, *model.data.train_next_batch())[1]
     assert (history.loss_train[-1] == losses).all() and len(history.loss_test[-1]) == 3
     assert losses.sum() < 1e-4 * before and fit.loss == pytest.approx(losses.sum(), rel=1e-6)
@@ -276,7 +277,7 @@ def test_a_fit_leaves_a_model_that_deepxde_goes_on_with(tmp_path):
     assert abs(rate.item() - 2) < 0.05 and rate.dtype == torch.float32 and rate.requires_grad
     assert all(own.dtype == torch.float32 and own.requires_grad for own in model.net.parameters())
     lines = (tmp_path / "rate.dat").read_text().split("\n")
-    assert len(lines) > 80 and float(lines[-2].split("[")[1].rstrip("]")) == pytest.approx(2, abs=0.05)
+    assert len(lines) > 30 and float(lines[-2].split("[")[1].rstrip("]")) == pytest.approx(2, abs=0.05)
     x = np.linspace(0, 1, 5, dtype=np.float32)[:, None]
     expected = model.predict(x)
     assert np.abs(expected - np.exp(-2 * x)).max() < 0.01
@@ -285,12 +286,12 @@ def test_a_fit_leaves_a_model_that_deepxde_goes_on_with(tmp_path):
     other.restore(path)
     assert (other.predict(x) == expected).all() and any("model-" in own.name for own in tmp_path.iterdir())
     model.train(iterations=2, verbose=0)
-    assert model.train_state.step == 102 and np.isfinite(model.train_state.loss_train).all()
+    assert model.train_state.step == 52 and np.isfinite(model.train_state.loss_train).all()
 
 
 def test_a_fit_is_never_worse_and_an_error_changes_nothing(monkeypatch):
     model = poisson("dirichlet")
-    model.train(iterations=200, verbose=0)
+    model.train(iterations=50, verbose=0)
     before = state_of(model.net)
 
     class Spoiling:
@@ -356,14 +357,19 @@ def test_a_turn_of_adam_begins_at_the_first_parameters_where_steps_gained_little
     run.best = [own + 1 for own in run.first]
     run.length, run.best_loss = 0.05, share * run.first_loss
     adam = model._train_step
-    see = lambda *batch: (begun.append([own.data.clone() for own in run.tensors]), adam(*batch))  # noqa: E731
+
+    def see(*batch):
+        begun.append([own.data.clone() for own in run.tensors])
+        adam(*batch)
+        model.stop_training = True
+
     monkeypatch.setattr(model, "_train_step", see)
     run.descend(0.05)
     wanted = run.first if is_first else [own + 1 for own in run.first]
     assert all(torch.equal(*pair) for pair in zip(begun[0], wanted, strict=True))
 
 
-@pytest.mark.usefixtures("own_seconds")
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("enough", "trained", "expected"), [(0.0, 0, "steps Adam steps"), (1e9, 0, "steps"), (0.0, 1, "steps")]
 )
@@ -421,14 +427,14 @@ def test_dear_looks_are_rare_and_warnings_without_a_way_out_are_not_heard(monkey
 
 def test_early_times_count_more_where_the_equation_has_a_time():
     run = deepxde._Run(heat(), None, 0)
-    run.limits = deepxde.Limits(10)
+    run.limits = deepxde.Limits(5)
     solving = deepxde._solving(run, deepxde.Problem(heat()), "as drawn", "given")
     declines = []
-    for _ in range(10):
+    for _ in range(5):
         solving.advance()
         declines.append(solving.source.decline)
     assert solving.source.time == -1 and deepxde.Problem(poisson("dirichlet")).time is None
-    assert declines == pytest.approx([6, 5, 4, 3, 2, 1, 0, 0, 0, 0])
+    assert declines == pytest.approx([6, 4, 2, 0, 0])
     assert woodbury.deepxde.fit(heat(), seconds=0, verbose=0).steps == 0  # without time
 
 
@@ -477,14 +483,15 @@ def test_a_fit_that_is_stuck_begins_anew_with_new_weights(monkeypatch):
 
     monkeypatch.setattr(deepxde, "_solving", solving)
     monkeypatch.setattr(deepxde._Run, "begin_anew", begin_anew)
-    for name, value in {"LAYER": -1.0, "EARLY": math.inf, "SLOW": 0.0, "SOLVED": 0.0}.items():
+    always = {"LAYER": -1.0, "EARLY": math.inf, "SLOW": 0.0, "SOLVED": 0.0}
+    for name, value in {**always, "STAYED": 2, "JUDGED": 4}.items():
         monkeypatch.setattr(deepxde, name, value)
     model.net.linears[1].weight.requires_grad_(False)  # stays what it is
-    fit = woodbury.deepxde.fit(model, seconds=600, steps=300, verbose=0)
+    fit = woodbury.deepxde.fit(model, seconds=600, steps=25, verbose=0)
     (first, _), (second, solving), (third, _) = seen  # twice
-    assert (first.steps, second.steps, third.steps) == (300, 240, 192) and 600 >= first.seconds > third.seconds > 0
-    assert solving.source.decline > 0 and len(solving.source.middles) >= 48
-    assert [own["step"] for own in fit.history] == list(range(1, 301)) and fit.steps == 300
+    assert (first.steps, second.steps, third.steps) == (25, 20, 16) and 600 >= first.seconds > third.seconds > 0
+    assert solving.source.decline > 0 and len(solving.source.middles) >= 4
+    assert [own["step"] for own in fit.history] == list(range(1, 26)) and fit.steps == 25
     times = [own["seconds"] for own in fit.history]
     assert times == sorted(times) and fit.reason == "steps" and fit.loss <= before
 
@@ -496,7 +503,7 @@ def test_a_fit_never_begins_anew_where_no_layer_is_known_or_nothing_depends_on_t
     for layer in frozen.net.linears:
         layer.weight.requires_grad_(False)
     for model in (heat(), frozen, poisson("dirichlet")):
-        woodbury.deepxde.fit(model, seconds=None, steps=1, verbose=0)
+        woodbury.deepxde.fit(model, seconds=None, steps=0, verbose=0)
     assert seen == [(2, True), (0, False), (0, False)]
 
 
@@ -510,14 +517,15 @@ def test_early_times_do_not_count_more_where_conditions_are_at_the_end(end, star
     assert deepxde.Problem(compiled(data)).time == expected
 
 
-def test_the_best_step_is_the_one_that_led_to_the_parameters():
+def test_the_best_step_is_the_one_that_led_to_the_parameters(monkeypatch):
+    monkeypatch.setattr(deepxde, "DEAREST", math.inf)  # looks after every step: some do not move
     model, seen = poisson("dirichlet"), []
 
     class Seeing(dde.callbacks.Callback):
         def on_epoch_end(self):
             seen.append([own.detach().clone() for own in self.model.net.parameters()])
 
-    fit = woodbury.deepxde.fit(model, seconds=None, steps=30, verbose=0, callbacks=[Seeing()])
+    fit = woodbury.deepxde.fit(model, seconds=None, steps=12, verbose=0, callbacks=[Seeing()])
     best = seen[fit.best_step - 1]
     assert all(torch.equal(own, other) for own, other in zip(model.net.parameters(), best, strict=True))
 
@@ -545,11 +553,12 @@ def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(mon
     assert optimizer.last.length > 0 and optimizer.param_groups[0]["momentum"] == 0.0
 
 
-@pytest.mark.usefixtures("own_seconds")
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("at", [3, "end"])
 def test_ctrl_c_while_adam_runs_loses_nothing(monkeypatch, at):
     model, seen = poisson("dirichlet"), []
     monkeypatch.setattr(deepxde, "ENOUGH", 0.0)  # of no gain: Adam has the second turn
+    monkeypatch.setattr(deepxde, "JUDGED", 8)
     first = model._outputs_losses(True, *model.data.train_next_batch())[1].sum()
     train_step = model._train_step
 
@@ -567,9 +576,9 @@ def test_ctrl_c_while_adam_runs_loses_nothing(monkeypatch, at):
 
         monkeypatch.setattr(deepxde._Run, "give_back", again)
         with pytest.raises(KeyboardInterrupt):
-            woodbury.deepxde.fit(model, seconds=6, verbose=0)
+            woodbury.deepxde.fit(model, seconds=3, verbose=0)
     else:
-        woodbury.deepxde.fit(model, seconds=6, verbose=0)
+        woodbury.deepxde.fit(model, seconds=3, verbose=0)
         assert model.losshistory.loss_train[-1].sum() == min(map(np.sum, model.losshistory.loss_train))
     assert len(seen) == 3
     assert model._outputs_losses(True, *model.data.train_next_batch())[1].sum() < first
@@ -597,7 +606,7 @@ def test_the_measurement_runs_and_makes_a_table_of_what_it_saved(capsys, tmp_pat
     assert capsys.readouterr().out.splitlines() == [*lines[:2], lines[3]] and "laplace-disk" in lines[3]
 
 
-@pytest.mark.usefixtures("own_seconds")
+@pytest.mark.usefixtures("clock")
 def test_the_script_of_the_page_runs(monkeypatch):
     from test_readme import README, blocks
 

@@ -120,7 +120,7 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
         return inputs, surface(inputs)
 
     model = problems.mlp(2, 12, 1).double()  # 49 parameters: 8 samples do not determine them
-    fit = woodbury.fit(model, nn.MSELoss(), counting, steps=60, samples=8, points="as drawn", progress=False)
+    fit = woodbury.fit(model, nn.MSELoss(), counting, steps=30, samples=8, points="as drawn", progress=False)
     assert counts[:2] == [8, 8] and max(counts) == fit.samples > 8
     assert fit.samples <= 8 * sum(own.numel() for own in model.parameters())
     inputs = torch.rand(50, 2, dtype=torch.float64)
@@ -142,18 +142,19 @@ def test_a_step_has_one_sample_and_a_half_per_parameter_at_first(size, on_cpu, e
 @pytest.mark.parametrize(
     ("samples", "sizes"),
     [
-        (100, [(100, 2), (200, 2), (400, 8)]),  # up to 256 where there are 151 parameters, and once beyond
-        (256, [(256, 8), (512, 8), (256, 32), (512, 12)]),  # a trial that does not pay, a rest, one that does
+        (12, [(12, 2), (24, 2), (48, 8)]),  # up to 32, and once beyond
+        (32, [(32, 8), (64, 8), (32, 8), (64, 12)]),  # a trial that does not pay, a rest, one that does
     ],
 )
 def test_more_samples_than_usual_stay_only_if_their_steps_gain_half_as_much_again(samples, sizes, monkeypatch):
-    gains = {8: 1.0, 16: 1.4, 48: 1.0, 56: 1.6}  # before trials and after them
+    gains = {8: 1.0, 16: 1.4, 24: 1.0, 32: 1.6}  # before trials and after them
+    monkeypatch.setattr(solving, "REST", 8)
     monkeypatch.setattr(solving.SolvingRun, "_gained", lambda self, steps: gains[self.fit.steps])
     monkeypatch.setattr(solving, "LIMITED", math.inf)  # every step seems to be limited by the samples
-    usual = property(lambda self: 256, lambda self, value: None)  # as on a device
+    usual = property(lambda self: 32, lambda self, value: None)  # as on a device
     monkeypatch.setattr(solving.SolvingRun, "usual", usual, raising=False)
     settings = {"steps": sum(steps for _, steps in sizes), "samples": samples, "points": "as drawn"}
-    fit = woodbury.fit(problems.mlp(1, 50, 1).double(), nn.MSELoss(), draw, progress=False, **settings)
+    fit = woodbury.fit(problems.network(1, 6, 1), nn.MSELoss(), draw, progress=False, **settings)
     runs = groupby(record["samples"] for record in fit.history)
     assert [(size, len(list(steps))) for size, steps in runs] == sizes
 
@@ -310,14 +311,14 @@ def test_a_notebook_shows_a_page_with_or_without_matplotlib(monkeypatch):
 
 @pytest.mark.parametrize("validation", [None, 0.2])
 def test_where_no_step_on_everything_fits_in_the_time_steps_take_a_part(validation, monkeypatch):
-    monkeypatch.setattr(Pace, "operations_per_second", lambda self: 2e10)  # of whatever machine
+    monkeypatch.setattr(Pace, "operations_per_second", lambda self: 1e9)  # of whatever machine
     torch.manual_seed(0)
-    inputs = torch.randn(8000, 10)
+    inputs = torch.randn(2000, 10)
     data = inputs, torch.sin(inputs[:, :1]) + inputs[:, 1:2]
-    model = problems.mlp(10, 64, 64, 1)
+    model = problems.mlp(10, 24, 24, 1)
     with pytest.warns(UserWarning, match="a step on all .* samples would take about"):
         fit = woodbury.fit(model, nn.MSELoss(), data, steps=12, seconds=9, validation=validation, progress=False)
-    assert fit.steps and fit.samples == fit.history[-1]["samples"] < 2000
+    assert fit.steps and fit.samples == fit.history[-1]["samples"] < 500
     assert fit.loss < 0.9 * data[1].square().mean()
     if validation is None:
         assert fit.loss == pytest.approx(reference.loss_of(model, data), rel=1e-4)

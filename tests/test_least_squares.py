@@ -2,6 +2,7 @@
 
 import doctest
 import math
+from functools import cache
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -530,14 +531,23 @@ FAR_CASES = [
 FROM_ZERO = [(torch.float64, 1e-30, 1e40, "from zero"), (torch.float32, 1e-25, 1.0, "from zero")]
 
 
+def far_problem(dtype, case):
+    """Data, times, start and settings."""
+    start = torch.tensor([0.0] * 3 if case == "from zero" else [1.0, 1.0, 0.1], dtype=dtype)
+    return data(outliers=1.0).to(dtype), T.to(dtype), start, IN_UNITS["plain" if case == "from zero" else case]
+
+
+@cache
+def fit_in_ordinary_units(dtype, case):
+    y, t, start, settings = far_problem(dtype, case)
+    return woodbury.least_squares(scaled_decay(1.0, 1.0, y, t), start, **settings(1.0, 1.0))
+
+
 @pytest.mark.parametrize("dtype, of_x, of_f, case", [*FAR_CASES, *FROM_ZERO])
 def test_fits_in_units_far_from_1(dtype, of_x, of_f, case):
     """The fit in ordinary units is that of scipy, and this one the same in other units."""
     of_x, of_f = (2.0 ** round(math.log2(unit)) for unit in (of_x, of_f))  # which rounds nothing
-    y, t = data(outliers=1.0).to(dtype), T.to(dtype)
-    start = torch.tensor([0.0] * 3 if case == "from zero" else [1.0, 1.0, 0.1], dtype=dtype)
-    settings = IN_UNITS["plain" if case == "from zero" else case]
-    plain = woodbury.least_squares(scaled_decay(1.0, 1.0, y, t), start, **settings(1.0, 1.0))
+    (y, t, start, settings), plain = far_problem(dtype, case), fit_in_ordinary_units(dtype, case)
     other = woodbury.least_squares(scaled_decay(of_x, of_f, y, t), start * of_x, **settings(of_x, of_f))
     eps = torch.finfo(dtype).eps
     assert plain.success and close(other.x / of_x, plain.x, 1000 * eps ** (2 / 3))
@@ -580,10 +590,15 @@ def test_each_fit_of_a_batch_may_have_its_own_units():
     assert close(together.x / units[:, None], each.x, 1e-8) and together.success.all()
 
 
+@cache
+def fit_of_squares():
+    return woodbury.least_squares(decay(data(outliers=2.0)), START)
+
+
 @every_pair(f_scale=[1e20, 1e120, 1e140], loss=[name for name in LOSSES if name != "linear"])
 def test_a_scale_far_above_the_residuals_gives_least_squares(loss, f_scale):
-    f = decay(data(outliers=2.0))
-    plain, result = (woodbury.least_squares(f, START, **own) for own in ({}, {"loss": loss, "f_scale": f_scale}))
+    plain = fit_of_squares()
+    result = woodbury.least_squares(decay(data(outliers=2.0)), START, loss=loss, f_scale=f_scale)
     assert result.success and close(result.x, plain.x, 10 * DIGITS)
     assert result.cost == pytest.approx(plain.cost, rel=bounds.rounding(len(T)))
     assert close(result.jac, plain.jac, 10 * DIGITS)

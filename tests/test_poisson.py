@@ -39,7 +39,7 @@ def test_the_residual_vanishes_at_the_solution_and_weighs_the_boundary():
 def test_a_run_leaves_a_record(dimensions, tmp_path, capsys, monkeypatch):
     small = poisson.EQUATIONS[dimensions]._replace(widths=(dimensions, 8, 1))
     monkeypatch.setitem(poisson.EQUATIONS, dimensions, small)
-    options = ["--seconds", "0.5", "--seeds", "1", "--alone", "--out", str(tmp_path)]
+    options = ["--seconds", "0.1", "--seeds", "1", "--alone", "--out", str(tmp_path)]
     poisson.main(["--dimensions", str(dimensions), *options])
     runs = json.loads((tmp_path / f"poisson-{dimensions}.json").read_text())["runs"]
     assert len(runs["woodbury.fit"][0]) >= 1 and "median" in capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_a_run_leaves_a_record(dimensions, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("method", [method for own in poisson.RIVALS.values() for method in own.values()])
 def test_every_rival_takes_steps(method):
-    curve = poisson.solve(method, poisson.EQUATIONS[2], "cpu", 0.2, seed=0)
+    curve = poisson.solve(method, poisson.EQUATIONS[2], "cpu", 0.05, seed=0)
     assert curve and all(error > 0 for _, error in curve)
 
 
