@@ -67,14 +67,20 @@ def dense_rows(model, loss, inputs, targets):
 
 
 def check_rows(model, loss, inputs, targets, **options):
-    """Dense, Gram, its diagonal, both scaled, cross-Gram, U^T U and products against a loop over samples."""
+    """Dense, Gram, its diagonal, both scaled, cross-Gram, U^T U and products against a loop over samples.
+
+    Of both kinds of rows what they are and the Gram matrix of the two, and the rest in turn.
+    """
     names = reference.parameters(model)
     found, expected = {}, dense_rows(model, loss, inputs, targets)
+    whole = list(expected)[len(reference.theta(model)) // 2 % 2]
     for kind, U in expected.items():
         with bounds.known_apart() if found else nullcontext():
             rows = found[kind] = woodbury.rows(model, loss, inputs, targets, curvature=kind, **options)
         assert rows.shape == U.shape
         torch.testing.assert_close(rows.dense(), U)
+        if kind != whole:
+            continue
         sent = copy.copy(rows)  # as another process gets it
         heads = take_apart(model, rows.forms).items()
         sent.forms = {name: Assembler(head.skeleton, head.tensors, model).load() for name, head in heads}
