@@ -208,13 +208,13 @@ SUBSETS = [5, 0, 2, 3], [4], list(range(problems.N))
 def cases():
     """Every problem with both kinds of B, of which one is full and one by layer, and the rest in turn.
 
-    Methods without rows take every third problem: their products are those of solver="products", for which
+    Methods without rows take every fifth problem: their products are those of solver="products", for which
     `test_solvers.py` takes every one.
     """
     for j, (kind, blocks) in enumerate([*((kind, None) for kind in SOLVING), ("smw-gn", "layer")]):
         by_layer = (blocks or arguments(kind).get("blocks")) == "layer"
         is_second = by_layer == (method(kind).curvature == "gauss-newton")
-        turn = slice(int(is_second), None, 2) if SPECIMENS[kind].settings.solver.forms_rows else slice(0, None, 3)
+        turn = slice(int(is_second), None, 2) if SPECIMENS[kind].settings.solver.forms_rows else slice(0, None, 5)
         for i, name in list(enumerate(problems.PROBLEMS))[turn]:
             decay, momentum = (0.0, 0.1)[(i // 2 + j) % 2], (0.0, 0.7)[(i // 4 + j // 2) % 2]
             if method(kind).any_layer or name not in problems.SHARED:

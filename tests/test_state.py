@@ -61,7 +61,7 @@ def test_a_step_leaves_the_buffers_of_one_ordinary_pass_or_rejected_those_of_bef
     if "full" in settings:
         settings = {"full": [(batch(3, 5), batch(2)), (inputs, targets)]}
     optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), damping=1.0, accept=None if accepted else float("inf"))
-    for _ in range(3):
+    for _ in range(2):
         twin = copy.deepcopy(model)
         if accepted:
             twin(inputs)
