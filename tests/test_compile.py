@@ -193,8 +193,10 @@ def test_steps_of_a_model_compiled_to_machine_code():
     assert same(model, plain)
 
 
-@pytest.mark.parametrize("door", ["watch", "closure"])
-@pytest.mark.parametrize("way", [compile_whole, compile_in_place, compile_part])
+@pytest.mark.parametrize(
+    "way, door",
+    [(compile_whole, "watch"), (compile_whole, "closure"), (compile_in_place, "closure"), (compile_part, "watch")],
+)
 def test_loops_with_a_compiled_model_take_the_steps_of_the_model_as_written(way, door):
     model, plain, loss = way("aot_eager").eval(), written().eval(), nn.CrossEntropyLoss()
     optimizer = woodbury.GaussNewton(model, loss, watch=door == "watch")

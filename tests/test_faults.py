@@ -87,7 +87,7 @@ def with_fault(name):
 @every_pair(kind=SECOND_ORDER, fault=list(FAULTS), part=[None, 2])
 def test_bad_samples_are_named_by_their_places_in_the_batch_and_nothing_changes(kind, fault, part):
     """S2 is put in front before the model runs: the place is that in the batch that was passed all the same."""
-    for seed in range(2):
+    for seed in range(1 if part is None else 2):
         problem = with_fault(fault)
         optimizer = build(kind, problem, curvature_samples=part, seed=seed)
         for call in (optimizer.step, optimizer.direction, optimizer.verify):
@@ -357,7 +357,7 @@ def test_data_without_information_give_the_dense_step_and_finite_numbers(kind, c
     problem = problems.make(name, torch.float32)
     change(problem)
     optimizer = build(kind, problem)
-    for _ in range(10):
+    for _ in range(5):
         info = optimizer.step(problem.inputs, problem.targets)
         assert torch.isfinite(info.loss) and not torch.isnan(info.ratio)
     assert torch.isfinite(reference.theta(problem.model)).all()
@@ -650,12 +650,13 @@ OUT_OF_RANGE_OF_FIRST_ORDER = [
 
 @contract.over(OPTIMIZERS)
 def test_values_out_of_range_raise_an_error_that_names_the_argument(kind):
+    problem = problems.make("softmax")
     for name, value in OUT_OF_RANGE if kind in SECOND_ORDER else OUT_OF_RANGE_OF_FIRST_ORDER:
         if contract.taken(kind, {name: value}):
             with pytest.raises((ValueError, TypeError), match=f"(?i){name.removesuffix('s')}"):
-                build(kind, problems.make("softmax"), **{name: value})
+                build(kind, problem, **{name: value})
     with pytest.raises(TypeError, match="dampening"):
-        build(kind, problems.make("softmax"), dampening=0.0)
+        build(kind, problem, dampening=0.0)
 
 
 @every_second_order

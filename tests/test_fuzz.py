@@ -7,9 +7,9 @@ import torch
 
 import cases
 import woodbury
-from fuzz.api import FAILURES, run_case
+from fuzz.api import FAILURES, Trial, run_case
 
-SEED, COUNT, AT_ONCE = 2026, 36, 12
+SEED, COUNT, AT_ONCE = 2026, 24, 12
 
 # Kinds of problem that failed once: a case of seed 3 that is one, the features that make it one, what was wrong.
 KNOWN = {
@@ -81,7 +81,8 @@ def test_a_touched_gradient_is_seen(monkeypatch):
         return result
 
     monkeypatch.setattr(woodbury.NaturalGradient, "direction", untidy)
-    results = (run_case(SEED, number) for number in range(20))
+    shown = [number for number in range(20) if Trial(SEED, number).options.method == "NaturalGradient"]
+    results = (run_case(SEED, number) for number in shown)
     assert any(r.outcome == "wrong" and r.detail.startswith("direction changed grad") for r in results)
 
 

@@ -371,7 +371,7 @@ def test_no_false_alarm_near_a_minimum(dtype, scale, how):
     """Where the gradients of samples cancel, and residuals are differences of nearly equal numbers."""
     loop = Loop(how, dtype=dtype, damping=1e-3 * scale**2)
     loop.targets = scale * (loop.targets + 100)
-    for _ in range(32):
+    for _ in range(16):
         loop.step(plain)
 
 

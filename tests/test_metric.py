@@ -52,7 +52,7 @@ def residual():
 MODELS = {"chain": chain, "images": images, "sequences": sequences, "residual": residual}
 
 
-def problem(kind, count=4, samples=9):
+def problem(kind, count=4, samples=7):
     """A float64 model and batches of three classes."""
     torch.manual_seed(3)
     model, draw = MODELS[kind]()

@@ -10,6 +10,7 @@ import pickle
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -26,8 +27,7 @@ from checks import assert_same, refused, state_of, through_a_file, unchanged
 from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.optim import SecondOrder
-from woodbury.optimizers import OPTIMIZERS
-from woodbury.optimizers import default_arguments as arguments
+from woodbury.optimizers import OPTIMIZERS, default_arguments
 from woodbury.rivals import FirstOrder
 
 NAN, INF = float("nan"), float("inf")
@@ -56,6 +56,7 @@ LOOSE = {"solver": "cg", "solver_tolerance": 0.3, "max_iterations": 2}  # and he
 FORGETFUL = {"warm_start": 0.0, "decay": 0.0}  # p depends on this batch alone
 RICH = {"curvature_samples": 4, "momentum": 0.6, "weight_decay": 0.01, "refresh": 4}  # as much state as there is
 
+arguments = cache(default_arguments)
 SPECIMENS = {kind: make(nn.Linear(2, 1), nn.MSELoss()) for kind, make in OPTIMIZERS.items()}
 SECOND_ORDER = [kind for kind, made in SPECIMENS.items() if isinstance(made, SecondOrder)]
 FIRST_ORDER = [kind for kind, made in SPECIMENS.items() if isinstance(made, FirstOrder)]
@@ -131,8 +132,8 @@ def assert_moved(model, before, p, lr):
 
 
 def with_dropout():
-    layers = (nn.Linear(5, 40), nn.Tanh(), nn.Dropout(0.5), nn.Linear(40, 30), nn.Tanh(), nn.Dropout(0.5))
-    model = nn.Sequential(*layers, nn.Linear(30, 3)).double()
+    layers = (nn.Linear(5, 12), nn.Tanh(), nn.Dropout(0.5), nn.Linear(12, 10), nn.Tanh(), nn.Dropout(0.5))
+    model = nn.Sequential(*layers, nn.Linear(10, 3)).double()
     return problems.Problem(model, nn.CrossEntropyLoss(), torch.randn(7, 5).double(), torch.randint(3, (7,)))
 
 
@@ -205,15 +206,15 @@ SUBSETS = [5, 0, 2, 3], [4], list(range(problems.N))
 
 
 def cases():
-    """Every solving method on every problem, with subset, weight decay and momentum in turn.
+    """Every problem with both kinds of B, of which one is full and one by layer, and the rest in turn.
 
-    By layer smw-ng-bd and Gauss-Newton share the problems. Methods without rows take every third: their products
-    are those of solver="products", for which `test_solvers.py` takes every one.
+    Methods without rows take every fifth problem: their products are those of solver="products", for which
+    `test_solvers.py` takes every one.
     """
     for j, (kind, blocks) in enumerate([*((kind, None) for kind in SOLVING), ("smw-gn", "layer")]):
-        turn = slice(0, None, 1 if SPECIMENS[kind].settings.solver.forms_rows else 3)
-        if (blocks or arguments(kind).get("blocks")) == "layer":
-            turn = slice(int(blocks is not None), None, 2)
+        by_layer = (blocks or arguments(kind).get("blocks")) == "layer"
+        is_second = by_layer == (method(kind).curvature == "gauss-newton")
+        turn = slice(int(is_second), None, 2) if SPECIMENS[kind].settings.solver.forms_rows else slice(0, None, 5)
         for i, name in list(enumerate(problems.PROBLEMS))[turn]:
             decay, momentum = (0.0, 0.1)[(i // 2 + j) % 2], (0.0, 0.7)[(i // 4 + j // 2) % 2]
             if method(kind).any_layer or name not in problems.SHARED:
@@ -234,7 +235,8 @@ def test_p_its_norm_the_predicted_decrease_and_rho_are_those_of_dense_matrices(
     for steps in (1, 2) if remembers else (1,):  # the second starts from the first p
         theta, W = theta_of(problem.model), torch.full_like(p, decay)
         p, B, g = dense(kind, problem, subset, 0.2, blocks, decay=W, shift=momentum * p)
-        shown = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
+        with bounds.known_apart():
+            shown = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
         error = bound(kind, B, 0.2, steps)
         assert reference.relative_error(shown, p) <= error
         residual = optimizer.verify(problem.inputs, problem.targets, subset=subset)
@@ -637,12 +639,16 @@ def test_any_batch_size_at_any_step(kind):
         assert optimizer.step(*batch).accepted
 
 
-OF_LOADERS = ["squared", "squared-sum", "softmax-weighted-plain", "softmax-ignored", "tokens-ignored"]
+OF_LOADERS = ["squared-sum", "softmax-weighted-plain", "tokens-ignored"]
 
 
 @pytest.mark.parametrize(
     "kind, name",
-    [(k, name) for k in SECOND_ORDER for name in OF_LOADERS if method(k).any_layer or name not in problems.SHARED],
+    [
+        (k, name if method(k).any_layer else name.replace("tokens", "softmax"))
+        for k in SECOND_ORDER
+        for name in OF_LOADERS
+    ],
 )
 def test_full_takes_gradient_loss_and_trial_over_a_loader_and_the_curvature_from_the_batch(kind, name):
     """A mean is over what is not ignored in all of it, whatever the batches' own means are."""

@@ -601,16 +601,16 @@ def test_one_parameter_under_two_names_of_a_module_counts_once(name):
     def decayed_loss():
         return (LOSS(model(inputs), targets) + sum(0.05 * p.square().sum() for p in model.parameters())).item()
 
-    for blocks in ("full", "layer"):
-        settings = {"damping": 0.5, "momentum": 0.3, "weight_decay": 0.1, **options}
-        optimizer = woodbury.GaussNewton(model, LOSS, blocks=blocks, **settings)
-        for _ in range(2):
-            check_verify(optimizer, inputs, targets)
-            before = decayed_loss()
-            info = optimizer.step(inputs, targets)
-            decrease = before - decayed_loss()
-            bound = bounds.of_decrease(before, decrease, sum(p.numel() for p in model.parameters()))
-            assert (info.ratio * info.predicted).item() == pytest.approx(decrease, rel=bound)
+    blocks = ("full", "layer")[list(TWO_NAMES).index(name) % 2]
+    settings = {"damping": 0.5, "momentum": 0.3, "weight_decay": 0.1, **options}
+    optimizer = woodbury.GaussNewton(model, LOSS, blocks=blocks, **settings)
+    for _ in range(2):
+        check_verify(optimizer, inputs, targets)
+        before = decayed_loss()
+        info = optimizer.step(inputs, targets)
+        decrease = before - decayed_loss()
+        bound = bounds.of_decrease(before, decrease, sum(p.numel() for p in model.parameters()))
+        assert (info.ratio * info.predicted).item() == pytest.approx(decrease, rel=bound)
 
 
 # Attention with part of its parameters frozen.
@@ -749,11 +749,11 @@ def test_layers_called_in_unusual_ways_are_exact(name):
     model(inputs)
     shaken(model)
     number = list(EXACT).index(name)
-    check_rows(model, LOSS, inputs, targets, max_bytes=(None, 2000, 1)[number % 3])
+    check_rows(model, LOSS, inputs, targets, max_bytes=(None, 2000, 300)[number % 3])
     fallback = (None, "autograd")[number % 2]
     if name in OTHERWISE_IN_THE_TRIAL:
-        for method in METHODS.values():
-            check_step(method, model, inputs, targets, fallback=fallback)
+        method = list(METHODS.values())[number // 2 % 2]
+        check_step(method, model, inputs, targets, fallback=fallback)
     else:
         check_directions(model, LOSS, inputs, targets, [1, 3], fallback=fallback)
 

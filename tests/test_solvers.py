@@ -116,17 +116,23 @@ def test_gram_dtype_is_that_of_the_system_in_parameter_space(kind):
 # -- through products -----------------------------------------------------------------------------------------
 
 
-@every_kind
-@pytest.mark.parametrize("index, name", list(enumerate(problems.PROBLEMS)))
+NUMBERED = list(enumerate(problems.PROBLEMS))
+
+
+@pytest.mark.parametrize(
+    "index, name, kind",
+    [(*own, "gauss-newton") for own in NUMBERED] + [(*own, "empirical") for own in NUMBERED[::5]],
+)
 def test_products_give_the_dense_direction_without_a_row(index, name, kind, monkeypatch):
-    """With blocks and subsets in turn."""
+    """With blocks and subsets in turn; of a loss, the products of gradients need its gradient alone."""
     blocks, subset = ("full", "layer")[index % 2], ([5, 0, 2, 3], [4], list(range(problems.N)))[index % 3]
     forbid(monkeypatch, GraphCapture, "rows")
     forbid(monkeypatch, ChainCapture, "rows")
     problem = problems.make(name)
     settings = {"damping": 0.03, "blocks": blocks, "solver": "products", "solver_tolerance": 1e-12}
     optimizer = METHODS[kind](problem.model, problem.loss, **settings)
-    p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
+    with bounds.known_apart():
+        p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
     expected, B, _ = reference.dense_direction(*problem, subset, 0.03, kind, blocks=blocks)
     bound = 1e-12 * bounds.condition(B, 0.03) + bounds.of_solve(B, 0.03)
     assert reference.relative_error(flatten(p), expected) <= bound

@@ -64,8 +64,8 @@ def error_of(expected, optimizer):
 
 def check_steps(expected, optimizer, criterion, data, how, told=None, exact=True):
     """Steps of the loop are those on a batch, whose loss needs other data than `told`, and report the same."""
-    bound = bounds.of_verify(expected, *data, steps=5)
-    for _ in range(5):
+    bound = bounds.of_verify(expected, *data, steps=3)
+    for _ in range(3):
         a, b = expected.step(*data), in_loop(optimizer, criterion, *(told or data), how)
         assert b.as_dict() == pytest.approx(a.as_dict(), rel=bounds.of_info(a, bound))
     assert error_of(expected, optimizer) <= (0.0 if exact else bound)
@@ -197,14 +197,14 @@ def test_sliced_and_reshaped_outputs_and_losses_of_models_are_recognised(method,
     model = WithLoss() if loss == "of the model" else token_model()
     optimizer = method(model, None, watch=how == "watch", **settings)
     count = torch.tensor(25)
-    for _ in range(5):
+    for _ in range(3):
         expected.step(tokens, labels)
         if loss == "of the model":
             own = lambda _: model(tokens=tokens, labels=labels, count=count)  # noqa: E731
             in_loop(optimizer, lambda outputs, _: outputs["loss"].mul_(1), tokens, labels, how, own)
         else:
             in_loop(optimizer, loss, tokens, tokens, how)
-    assert error_of(expected, optimizer) <= bounds.of_verify(expected, tokens, labels, steps=5)
+    assert error_of(expected, optimizer) <= bounds.of_verify(expected, tokens, labels, steps=3)
 
 
 def test_a_loss_on_outputs_of_another_shape_has_no_rule_but_is_right():
