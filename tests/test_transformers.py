@@ -16,7 +16,7 @@ from woodbury.layers import ExplicitRows
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
 transformers.logging.set_verbosity_error()
 
-N, WORDS, LENGTH = 4, 7, 3
+N, WORDS, LENGTH = 4, 7, 5
 SIZES = {"hidden_size": 4, "intermediate_size": 5, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = {**SIZES, "vocab_size": WORDS, "max_position_embeddings": 6, "pad_token_id": 0}
 
@@ -96,12 +96,12 @@ def problem(name, dtype=torch.float64, samples=N):
     if name == "vit":
         return model, {"pixel_values": torch.randn(samples, 2, 4, 4, dtype=dtype)}, _classes(samples)
     mask = torch.ones(samples, LENGTH, dtype=torch.long)
-    mask[0, 2:] = 0
+    mask[0, 3:] = 0
     batch = {"input_ids": torch.randint(1, WORDS, (samples, LENGTH)) * mask, "attention_mask": mask}
     if name == "t5":
         batch["decoder_input_ids"] = torch.randint(1, WORDS, (samples, LENGTH))
     words = torch.randint(WORDS, (samples, LENGTH))
-    words[0, 2:] = -100
+    words[0, 3:] = -100
     return model, batch, _classes(samples) if logits(model, batch).dim() == 2 else words
 
 
