@@ -758,6 +758,18 @@ def test_a_parameter_whose_derivative_is_lost_is_warned_of():
             woodbury.least_squares(function, [1.0, 0.0])
 
 
+def test_the_look_for_lost_derivatives_stays_within_the_bounds():
+    seen = []
+
+    def function(b):
+        seen.append(b.detach())
+        return torch.stack([b[0] - 1, b[1].item() * b[0]])
+
+    with pytest.warns(RuntimeWarning, match=r"parameter\[1\]"):
+        woodbury.least_squares(function, [2.0, 3.0], bounds=([2.0, 1.0], [4.0, 3.0]))
+    assert all((torch.tensor([2.0, 1.0]) <= b).all() and (b <= torch.tensor([4.0, 3.0])).all() for b in seen)
+
+
 def test_docstring_example_runs():
     runner = doctest.DocTestRunner()
     for test in doctest.DocTestFinder().find(woodbury.least_squares, globs={"torch": torch, "woodbury": woodbury}):

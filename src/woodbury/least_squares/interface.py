@@ -120,7 +120,8 @@ def least_squares(
         callback=None if callback is None else lambda x: callback(x.to(residuals.dtype).reshape(shape)),
     )
     with torch.no_grad():
-        return _result(problem, minimize(problem, x.double(), *residuals.begin(x)))
+        begin = residuals.begin(x, problem.bounds or (-math.inf, math.inf))
+        return _result(problem, minimize(problem, x.double(), *begin))
 
 
 # -- the arguments, checked: an error names the argument, the place in it and a way out

@@ -91,8 +91,8 @@ class Residuals:
         """J (b, m, p)."""
         return self._map(self._jacobian, x, rows)
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """f and J at the start; raises an error that says where they cannot be used."""
+    def begin(self, x: Tensor, within: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """f and J at the start; raises an error that says where they cannot be used. within: bounds on x."""
         rows = torch.arange(len(x), device=x.device)
         f, J = self(x, rows), self.jacobian(x, rows)
         fits = (len(x),) if self.batched else ()
@@ -111,15 +111,15 @@ class Residuals:
                     f"the {name}{place(wrong, shape)} are of the size {sizes[wrong][0].item():.0e}, whose square "
                     "is no number: take another unit for them"
                 )
-        self._find_lost_derivatives(x, rows, (J == 0).all(1))
+        self._find_lost_derivatives(x, rows, (J == 0).all(1), within)
         return f, J
 
-    def _find_lost_derivatives(self, x: Tensor, rows: Tensor, still: Tensor) -> None:
+    def _find_lost_derivatives(self, x: Tensor, rows: Tensor, still: Tensor, within: Sequence[Any]) -> None:
         """Warn if residuals change with parameters in which their derivatives are zero; still (b, p)."""
         step = still * self.epsilon ** (1 / 3) * (1 + x.abs())
 
         def changes(step: Tensor) -> bool:
-            ahead, behind = self(x + step, rows), self(x - step, rows)
+            ahead, behind = (self((x + side * step).clamp(*within), rows) for side in (1, -1))
             size = (ahead.abs() + behind.abs()).amax(-1, keepdim=True)
             return bool(((ahead - behind).abs() > math.sqrt(self.epsilon) * size).any())
 
