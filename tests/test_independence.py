@@ -15,6 +15,7 @@ import problems
 import woodbury
 from checks import silence
 from fuzz.models import Parts
+from woodbury.model.independence import _parts
 from woodbury.quadratic.passes import Passes
 
 N, PI = 6, torch.pi
@@ -83,6 +84,15 @@ def test_mixed_samples_are_refused_where_no_layer_is_captured(kind):
     settings = {} if kind is woodbury.HessianFree else {"solver": "products"}
     with pytest.raises(ValueError, match=MIXED):
         kind(backwards().double(), nn.MSELoss(), **settings).step(batch(5, 3))
+
+
+@pytest.mark.parametrize("samples", [*range(2, 21), 300])
+def test_parts_of_the_first_look_tell_any_two_of_twenty_samples_apart(samples):
+    parts = torch.stack(_parts(samples, 1)[0])
+    apart = (parts.unsqueeze(2) & ~parts.unsqueeze(1)).any(0)  # the first in one without the second
+    assert len(parts) <= 6 and (samples > 20 or apart.sum() == samples * (samples - 1))
+    for own in (*parts, *_parts(samples, 2)[0]):
+        assert 0 < own.sum() < samples and (samples <= 20 or 0.4 * samples <= own.sum() <= 0.6 * samples)
 
 
 def of_six_alone(m, x):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import compress
+from itertools import combinations, compress
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ _MIXED = (
 def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = True) -> None:
     """Raise if outputs of some samples depend on other samples, as far as looks at this batch can show.
 
-    Seeds on a random half of the outputs must give no gradient in what layers return, and in the inputs, for the
-    other half. Run on their own, the first sample, the last one and the halves, in another order, must give the
-    outputs they have in the batch; a model that draws random numbers cannot be compared so.
+    Seeds on parts of the outputs must give no gradient in what layers return for the other samples. Run on their
+    own, in another order, the same parts must give the outputs they have in the batch. Where that cannot be told,
+    as of a model that draws random numbers, seeds must give no gradient in the inputs either.
 
     A first axis may only look like the sample axis, where a layer sees as many positions as there are samples:
-    such a layer is left to the fallback, or to `bare`, and the half that showed it is run on its own. `look` is
-    the number of the look; each takes other halves. alone=False makes no further passes through the model.
+    such a layer is left to the fallback, or to `bare`, and the part that showed it is run on its own. `look` is
+    the number of the look; each takes other parts. alone=False makes no further passes through the model.
 
     A model that passed the first look is not stopped by a later one: that warns, once.
     """
@@ -42,15 +43,17 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     if samples < 2:
         return
     captured.check_inputs()
-    halves, generator = _halves(samples, look)
-    doubtful = [pair[0] for pair in halves if _leaves_layers(captured, pair, generator)]
+    parts, generator = _parts(samples, look)
+    doubtful = [part for part in parts if _leaves_layers(captured, part, generator)]
     reason = None
-    if alone:
-        ends = torch.tensor([[0], [samples - 1]], device="cpu")
-        doubtful = [*ends, *(half for half, _ in halves)]
-        reason = _mixed_inputs(captured, look)
-    for index in doubtful:
-        reason = reason or _changed_alone(captured, index.flip(0))
+    for part in parts if alone else doubtful:
+        same = _same_alone(captured, part.nonzero().flatten().flip(0))
+        if not same:
+            reason = _mixed_inputs(captured, look) if alone else None
+        if same is False:
+            reason = reason or _mixed_alone(captured, int(part.sum()))
+        if not same:
+            break
     _refuse(captured.plan, reason, look)
 
 
@@ -63,42 +66,42 @@ def _refuse(plan: Plan, reason: str | None, look: int) -> None:
     plan.findings.warn_of_mixing(reason)
 
 
-def _halves(samples: int, look: int) -> tuple[list[list[Tensor]], torch.Generator]:
-    """Pairs of halves of the samples, each also the other way round, and a generator for seeds.
+def _parts(samples: int, look: int) -> tuple[list[Tensor], torch.Generator]:
+    """Parts of the samples, as masks, and a generator for seeds: a random half and the others.
 
-    By the bits of random ranks: at the first look these part any two of up to 16 samples.
+    At the first look up to 6 parts, of many samples each about half: of any two of up to 20 samples, each is
+    in one without the other. Samples get different sets of k // 2 out of k numbers, none of which holds another
+    (Sperner); those with number i are part i.
     """
     generator = torch.Generator(device="cpu").manual_seed(look)  # not torch's own: the pass must be repeatable
     rank = torch.randperm(samples, generator=generator, device="cpu")
-    bits = range(min(4, (samples - 1).bit_length()) if look == 1 else 1)
-    halves = [[(rank >> bit & 1 == side).nonzero().flatten() for side in (0, 1)] for bit in bits]
-    return halves + [[others, seeded] for seeded, others in halves], generator
+    count = next(k for k in range(2, 7) if look > 1 or k == 6 or math.comb(k, k // 2) >= samples)
+    sets = torch.tensor([[i in own for i in range(count)] for own in combinations(range(count), count // 2)])
+    return list(sets[rank % len(sets)].T), generator
 
 
-def _depends(
-    outputs: Tensor, sources: Sequence[Any], halves: Sequence[Tensor], generator: torch.Generator
-) -> list[bool]:
-    """For each source whether outputs of the first half of samples depend on the second half of it.
+def _depends(outputs: Tensor, sources: Sequence[Any], part: Tensor, generator: torch.Generator) -> list[bool]:
+    """For each source whether outputs of this part of the samples depend on what it holds for the others.
 
-    By random weights of the outputs, zero but for that half; nan is checked elsewhere.
+    By random weights of the outputs, zero but for that part; nan is checked elsewhere.
     """
-    seeded, others = halves
     kind: Any = {"dtype": torch.float32, "device": "cpu"}
     seed = torch.zeros(outputs.shape, **kind)
-    seed[seeded] = torch.rand(len(seeded), *outputs.shape[1:], generator=generator, **kind) + 0.5
+    seed[part] = torch.rand(int(part.sum()), *outputs.shape[1:], generator=generator, **kind) + 0.5
     grads = torch.autograd.grad(outputs, sources, seed.to(outputs), retain_graph=True, allow_unused=True)
+    others = (~part).nonzero().flatten().to(outputs.device)
     return [grad is not None and bool((grad[others.to(grad.device)].abs() > 0).any()) for grad in grads]
 
 
-def _leaves_layers(captured: GraphCapture, halves: Sequence[Tensor], generator: torch.Generator) -> bool:
-    """Raise if outputs of one half depend on what a layer gives for the other; or leave it to the fallback.
+def _leaves_layers(captured: GraphCapture, part: Tensor, generator: torch.Generator) -> bool:
+    """Raise if outputs of a part depend on what a layer gives for the others; or leave it to the fallback.
 
     Whether it left some.
     """
     edges = [call.edge for call in captured.calls]
     if not edges:
         return False
-    depends = _depends(captured.outputs, edges, halves, generator)
+    depends = _depends(captured.outputs, edges, part, generator)
     for call in compress(list(captured.calls), depends):
         reason = f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
         if not captured.plan.has_fallback and not captured.is_bare(call.layer):
@@ -109,9 +112,9 @@ def _leaves_layers(captured: GraphCapture, halves: Sequence[Tensor], generator: 
 
 
 def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
-    """What is wrong if outputs of one half depend on the inputs of the other. Random numbers do no harm here."""
+    """What is wrong if outputs of a part depend on the inputs of others. Random numbers do no harm here."""
     plan, samples = captured.plan, len(captured.outputs)
-    halves, generator = _halves(samples, look)
+    parts, generator = _parts(samples, look)
     leaves, structure = _batch.leaves_of(captured.inputs, samples)
     sources: list[Tensor] = []
     with torch.enable_grad():
@@ -125,9 +128,12 @@ def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
     try:
         with _random.kept(plan.device):
             again = capture(plan, captured.forward, inputs, samples, captured.autocast)
-        mixed = _is_mixed(again.outputs, sources, halves, generator)
-        calls = again.calls if mixed else []
-        names = [own.layer.name for own in calls if _is_mixed(own.outputs, sources, halves, generator)]
+
+        def is_mixed(outputs: Tensor) -> bool:
+            return any(any(_depends(outputs, sources, part, generator)) for part in parts)
+
+        mixed = is_mixed(again.outputs)
+        names = [own.layer.name for own in again.calls if is_mixed(own.outputs)] if mixed else []
     except Exception:  # what a model does not like about inputs that are differentiated
         return None
     if not mixed:
@@ -136,47 +142,41 @@ def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
     return f"{what} on the inputs of another: {_MIXED}"
 
 
-def _is_mixed(
-    outputs: Tensor, sources: list[Tensor], halves: list[list[Tensor]], generator: torch.Generator
-) -> bool:
-    """Whether outputs of one half of the samples depend on the inputs of the other."""
-    return any(any(_depends(outputs, sources, pair, generator)) for pair in halves)
+def _same(captured: GraphCapture, inputs: Any, whole: Tensor) -> bool | None:
+    """Whether some samples give on their own the outputs `whole`, those they have in the batch.
 
-
-def _changed(captured: GraphCapture, inputs: Any, whole: Tensor) -> str | None:
-    """What is wrong if some samples give other outputs on their own than `whole`, those they have in the batch.
-
-    None too where random numbers are drawn; those are put back. Raises what the model raises.
+    None where random numbers are drawn; those are put back. Raises what the model raises.
     """
-    count, plan = len(whole), captured.plan
+    plan = captured.plan
     # gradients as in a step: without them a model may take another path, or none
     with _random.kept(plan.device) as random, casting(captured.autocast, plan), torch.enable_grad():
-        outputs = captured.forward(plan.model, inputs).reshape(count, -1).detach()
+        outputs = captured.forward(plan.model, inputs).reshape(len(whole), -1).detach()
         drawn = _random.drawn_since(random)
     if drawn or not bool(torch.isfinite(whole).all()):  # nan is checked elsewhere
         return None
     # loosely on a GPU, which computes few samples by other kernels than many
     digits = 0.5 if whole.device.type == "cpu" else 0.25
-    if outputs_agree(outputs.to(whole.dtype), whole, captured, digits, captured.precision):
-        return None
-    which = "one" if count == 1 else f"{count}"
-    return (
-        f"the outputs of {which} of {len(captured.outputs)} samples change when run apart from the others: "
-        f"{_MIXED}, or changes from one run to the next"
-    )
+    return outputs_agree(outputs.to(whole.dtype), whole, captured, digits, captured.precision)
 
 
-def _changed_alone(captured: GraphCapture, index: Tensor) -> str | None:
-    """What is wrong if these samples give other outputs on their own than in the batch."""
+def _same_alone(captured: GraphCapture, index: Tensor) -> bool | None:
+    """Whether these samples give the same outputs on their own as in the batch; None where it cannot be told."""
     outputs = captured.outputs.detach()
     index = index.to(outputs.device)
     try:
         inputs = _batch.take(captured.inputs, index, len(outputs))
-        reason = _changed(captured, inputs, outputs[index])
+        same = _same(captured, inputs, outputs[index])
     except Exception:  # whatever a model does not like about fewer samples; `check_part` raises where it matters
         return None
     captured.check_inputs()
-    return reason
+    return same
+
+
+def _mixed_alone(captured: GraphCapture, count: int) -> str:
+    return (
+        f"the outputs of {'one' if count == 1 else count} of {len(captured.outputs)} samples change when run "
+        f"apart from the others: {_MIXED}, or changes from one run to the next"
+    )
 
 
 def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype | None, look: int) -> None:
@@ -194,11 +194,11 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
     start, whole = 0, captured.outputs.detach()
     for inputs, _, count in batch.pieces():
         try:
-            reason = _changed(captured, inputs, whole[start : start + count])
+            same = _same(captured, inputs, whole[start : start + count])
         except Exception as error:
             raise ValueError(
                 f"the model cannot be run on {count} of {batch.samples} samples ({error}), so the curvature "
                 "cannot be taken from part of the batch: pass curvature_samples=None and no subset"
             ) from error
-        _refuse(plan, reason, look)
+        _refuse(plan, _mixed_alone(captured, count) if same is False else None, look)
         start += count
