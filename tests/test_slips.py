@@ -37,6 +37,7 @@ def fit(*arguments, **options):
         (((X, Y),), r"the loss or the data is missing, got tuple alone: write fit\(model, loss"),
         ((LOADER,), "the loss or the data is missing, got DataLoader alone"),
         ((MSE,), "the loss or the data is missing, got MSELoss alone"),
+        ((MSE, woodbury.Equations(a=(X, lambda model, x: model(x)))), r"write fit\(model, equations\)"),
         ((X, Y), "second argument must be the loss as a module .*, got Tensor, such as"),
         (((X, Y), MSE), "second argument must be the loss as a module .*, got tuple"),
         (("mse", (X, Y)), "second argument must be the loss as a module .*, got str"),

@@ -285,6 +285,8 @@ def _check_call(loss: Any, data: Any, others: tuple[Any, ...]) -> None:
     write = "write fit(model, loss, (inputs, targets))"
     if others:
         raise TypeError(f"fit: inputs and targets are one argument, a pair: {write}")
+    if isinstance(data, Equations):
+        raise TypeError("fit: Equations take the place of loss and data: write fit(model, equations)")
     if data is None and not isinstance(loss, Equations):
         raise TypeError(f"fit: the loss or the data is missing, got {type(loss).__name__} alone: {write}")
 
