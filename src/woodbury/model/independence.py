@@ -76,7 +76,8 @@ def _parts(samples: int, look: int) -> tuple[list[Tensor], torch.Generator]:
     generator = torch.Generator(device="cpu").manual_seed(look)  # not torch's own: the pass must be repeatable
     rank = torch.randperm(samples, generator=generator, device="cpu")
     count = next(k for k in range(2, 7) if look > 1 or k == 6 or math.comb(k, k // 2) >= samples)
-    sets = torch.tensor([[i in own for i in range(count)] for own in combinations(range(count), count // 2)])
+    own = [[i in chosen for i in range(count)] for chosen in combinations(range(count), count // 2)]
+    sets = torch.tensor(own, device="cpu")
     return list(sets[rank % len(sets)].T), generator
 
 
