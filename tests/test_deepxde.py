@@ -378,7 +378,8 @@ def test_adam_has_a_turn_only_where_first_steps_of_a_new_model_gain_little(monke
     if trained:
         model.train(iterations=trained, verbose=0)
     descend, solve = deepxde._Run.descend, deepxde._solving
-    monkeypatch.setattr(deepxde, "ENOUGH", enough)
+    for name in ("ENOUGH", "FALLEN"):
+        monkeypatch.setattr(deepxde, name, enough)
     monkeypatch.setattr(deepxde, "JUDGED", 8)
     monkeypatch.setattr(deepxde._Run, "descend", lambda *given: (turns.append("Adam"), descend(*given)))
     monkeypatch.setattr(deepxde, "_solving", lambda *given: (turns.append("steps"), solve(*given))[1])
@@ -387,7 +388,8 @@ def test_adam_has_a_turn_only_where_first_steps_of_a_new_model_gain_little(monke
 
 
 def test_steps_of_all_turns_count(monkeypatch):
-    monkeypatch.setattr(deepxde, "ENOUGH", 0.0)  # each turn ends
+    for name in ("ENOUGH", "FALLEN"):
+        monkeypatch.setattr(deepxde, name, 0.0)  # each turn ends
     monkeypatch.setattr(deepxde, "JUDGED", 8)
     monkeypatch.setattr(deepxde._Run, "descend", lambda run, _: setattr(run, "turn_end", 0.0))
     monkeypatch.setattr(deepxde, "TURNS", 1e9)
@@ -395,7 +397,7 @@ def test_steps_of_all_turns_count(monkeypatch):
     assert (fit.steps, fit.reason, [own["step"] for own in fit.history]) == (10, "steps", list(range(1, 11)))
 
 
-def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
+def test_another_turn_of_adam_follows_where_steps_gain_little():
     run = deepxde._Run(poisson("dirichlet"), None, 0)
     run.begin()
 
@@ -407,6 +409,7 @@ def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
     assert is_over([9.0] * 8, [1.0] * 8, [1.0] * 8, [1.0] * 8) and run.turn_end == float("inf")
     assert is_over([2.0] * 8, [*[1.0] * 7, 9.0], [0.1] * 8, [*[0.95] * 7, 9.0])
     assert not is_over([0.1] * 8, [1.0] * 8, [1.0] * 8, [0.85] * 8)
+    assert not is_over([11.0] * 8, [1.0] * 8, [1.0] * 8, [1.0] * 8)  # which have gained much before
     few = [[1.0] * 4] * 4  # to judge, unless they have taken two turns more
     assert not is_over(*few, turns_ago=1.9) and is_over(*few, turns_ago=2.1)
     assert not is_over(*few[:3], turns_ago=9) and run.turn_end < time.perf_counter()

@@ -40,9 +40,9 @@ LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momen
 STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "damping": PLAIN}
 LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
 TURNS, PARTS = 12, 5  # parts of the time: Gauss-Newton steps have one in a turn, the other optimizer 5, 20, ...
-# Of the loss, or less: in the second half of a turn of Gauss-Newton steps it makes that the last turn. A turn of
-# the other optimizer that takes off less has gained nothing.
-ENOUGH = 0.9
+# Of the loss, or less: in the second half of a turn of Gauss-Newton steps it makes that the last turn, as FALLEN
+# of the first one does at its end. A turn of the other optimizer that takes off less has gained nothing.
+ENOUGH, FALLEN = 0.9, 0.1
 # Where the first Gauss-Newton steps take off less, the other optimizer begins where they began: they may have led
 # to a place from which it gains nothing.
 WELL = 0.75
@@ -336,7 +336,7 @@ class _Run:
             return self.is_stuck
         self.turn_end, quarter, course = math.inf, steps // 4, [record["loss"] for record in fit.history]
         self.look()
-        return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter])
+        return median(course[-quarter:]) > max(ENOUGH * median(course[quarter : 2 * quarter]), FALLEN * course[0])
 
     def _is_stuck(self, fit: Fit) -> bool:
         share = self.limits.share(len(fit.history), fit.seconds, 0.0)
