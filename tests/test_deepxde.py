@@ -369,6 +369,12 @@ def test_a_turn_of_adam_begins_at_the_first_parameters_where_steps_gained_little
     assert all(torch.equal(*pair) for pair in zip(begun[0], wanted, strict=True))
 
 
+def judge_by(monkeypatch, enough):
+    """Gauss-Newton steps are judged soon, and are enough where they leave this part of a loss."""
+    for name, value in {"ENOUGH": enough, "FALLEN": enough, "JUDGED": 8}.items():
+        monkeypatch.setattr(deepxde, name, value)
+
+
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("enough", "trained", "expected"), [(0.0, 0, "steps Adam steps"), (1e9, 0, "steps"), (0.0, 1, "steps")]
@@ -378,9 +384,7 @@ def test_adam_has_a_turn_only_where_first_steps_of_a_new_model_gain_little(monke
     if trained:
         model.train(iterations=trained, verbose=0)
     descend, solve = deepxde._Run.descend, deepxde._solving
-    for name in ("ENOUGH", "FALLEN"):
-        monkeypatch.setattr(deepxde, name, enough)
-    monkeypatch.setattr(deepxde, "JUDGED", 8)
+    judge_by(monkeypatch, enough)
     monkeypatch.setattr(deepxde._Run, "descend", lambda *given: (turns.append("Adam"), descend(*given)))
     monkeypatch.setattr(deepxde, "_solving", lambda *given: (turns.append("steps"), solve(*given))[1])
     woodbury.deepxde.fit(model, seconds=1.5, verbose=0)
@@ -388,9 +392,7 @@ def test_adam_has_a_turn_only_where_first_steps_of_a_new_model_gain_little(monke
 
 
 def test_steps_of_all_turns_count(monkeypatch):
-    for name in ("ENOUGH", "FALLEN"):
-        monkeypatch.setattr(deepxde, name, 0.0)  # each turn ends
-    monkeypatch.setattr(deepxde, "JUDGED", 8)
+    judge_by(monkeypatch, 0.0)  # each turn ends
     monkeypatch.setattr(deepxde._Run, "descend", lambda run, _: setattr(run, "turn_end", 0.0))
     monkeypatch.setattr(deepxde, "TURNS", 1e9)
     fit = woodbury.deepxde.fit(poisson("dirichlet"), seconds=60, steps=10, verbose=0)
@@ -560,8 +562,7 @@ def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(mon
 @pytest.mark.parametrize("at", [3, "end"])
 def test_ctrl_c_while_adam_runs_loses_nothing(monkeypatch, at):
     model, seen = poisson("dirichlet"), []
-    monkeypatch.setattr(deepxde, "ENOUGH", 0.0)  # of no gain: Adam has the second turn
-    monkeypatch.setattr(deepxde, "JUDGED", 8)
+    judge_by(monkeypatch, 0.0)  # of no gain: Adam has the second turn
     first = model._outputs_losses(True, *model.data.train_next_batch())[1].sum()
     train_step = model._train_step
 
