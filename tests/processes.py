@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as multiprocessing
 
-# What is not installed is left out. An optimizer imports torch._dynamo when it is made.
+# What is not installed is left out. Some derivatives of torch.func import torch._dynamo.
 PRELOADED = ["torch", "torch._dynamo", "woodbury", "pytest", "sklearn.datasets", "sklearn.model_selection"]
 if all(find_spec(name) for name in ("typer", "rich", "matplotlib")):
     PRELOADED.append("woodbury.cli")  # which ends the process where they are missing

@@ -201,6 +201,8 @@ def test_the_core_needs_torch_alone():
         "model = torch.nn.Linear(3, 2)\n"
         "optimizer = woodbury.GaussNewton(model, torch.nn.MSELoss(), curvature_samples=2)\n"
         "assert optimizer.step(torch.randn(4, 3), torch.randn(4, 2)).accepted\n"
+        "optimizer.zero_grad()\noptimizer.load_state_dict(optimizer.state_dict())\n"
+        "assert 'torch._dynamo' not in sys.modules  # whose import takes seconds\n"
     )
     command, checkout = [sys.executable, "-W", "ignore", "-c", program], ROOT.parent.parent
     done = subprocess.run(command, capture_output=True, text=True, cwd=checkout)

@@ -46,7 +46,6 @@ def choose_in_forks(arguments):
 
 
 PROGRAM = """
-import torch._dynamo  # as an optimizer does: here once for all forks
 method = choose_in_forks(sys.argv[1:])
 widths = (3072, 2048, 2048, 10)
 torch.manual_seed(0)

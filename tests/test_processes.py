@@ -647,7 +647,8 @@ import woodbury
 
 torch.distributed.init_process_group("gloo")
 model = torch.nn.Linear(2, 1)
-optimizer = woodbury.NaturalGradient(model, torch.nn.MSELoss())  # imports torch._dynamo, and that much else
+optimizer = woodbury.NaturalGradient(model, torch.nn.MSELoss())
+import torch._dynamo  # and much else
 torch.distributed.all_reduce(torch.ones(1))
 threads = lambda: [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 assert any("gloo" in name for name in threads()), threads()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,23 @@ class WrittenCall:
         own = vars(model).get("_compiled_call_impl")
         if isinstance(own, WrittenCall):
             vars(model)["_compiled_call_impl"] = own._compiled
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def unhidden(method: _Method) -> _Method:
+    """A method that torch hides from torch.compile: as it was written, where nothing is compiled yet.
+
+    To hide it imports torch._dynamo, which takes as long as the import of torch.
+    """
+    written = getattr(method, "__wrapped__", method)
+
+    @wraps(written)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (method if "torch._dynamo" in sys.modules else written)(*args, **kwargs)
+
+    return cast(_Method, run)
 
 
 def is_compiled(module: nn.Module) -> bool:

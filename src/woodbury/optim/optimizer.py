@@ -23,7 +23,7 @@ from woodbury.loop.watch import Watcher, run_closure
 from woodbury.losses.rules import NoLoss, ScaledLoss
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
-from woodbury.model.compiled import uncompiled, written_model
+from woodbury.model.compiled import uncompiled, unhidden, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.optim.faults import Doubts
@@ -53,7 +53,16 @@ class _Setting:
         optimizer.settings = replace(optimizer.settings, **{self._name: value})
 
 
-class SecondOrder(torch.optim.Optimizer):
+class _Optimizer(torch.optim.Optimizer):
+    """torch's own, without the seconds of an import."""
+
+    add_param_group = unhidden(torch.optim.Optimizer.add_param_group)
+    state_dict = unhidden(torch.optim.Optimizer.state_dict)
+    load_state_dict = unhidden(torch.optim.Optimizer.load_state_dict)
+    zero_grad = unhidden(torch.optim.Optimizer.zero_grad)
+
+
+class SecondOrder(_Optimizer):
     """The second-order optimizers. See `woodbury.GaussNewton` for the arguments."""
 
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
