@@ -95,6 +95,17 @@ def test_parts_of_the_first_look_tell_any_two_of_twenty_samples_apart(samples):
         assert 0 < own.sum() < samples and (samples <= 20 or 0.4 * samples <= own.sum() <= 0.6 * samples)
 
 
+def test_a_part_that_cannot_be_run_leaves_the_others_to_be_compared():
+    def run(m, x):
+        if len(x) == 3:  # of five samples, the first two parts have three
+            raise RuntimeError("not three, please")
+        return m.head(torch.tanh(m.inner(x - x.mean(0).detach())))
+
+    optimizer = woodbury.GaussNewton(network_of(run).double(), nn.MSELoss())
+    with pytest.raises(ValueError, match=f"the outputs of 2 of 5 samples change.*{MIXED}"):
+        optimizer.step(batch(3)[:5])
+
+
 def of_six_alone(m, x):
     """Takes batches of six samples only: whether it mixes them cannot be seen by running part of them."""
     if len(x) != N:

@@ -45,15 +45,11 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     captured.check_inputs()
     parts, generator = _parts(samples, look)
     doubtful = [part for part in parts if _leaves_layers(captured, part, generator)]
-    reason = None
-    for part in parts if alone else doubtful:
-        same = _same_alone(captured, part.nonzero().flatten().flip(0))
-        if not same:
-            reason = _mixed_inputs(captured, look) if alone else None
-        if same is False:
-            reason = reason or _mixed_alone(captured, int(part.sum()))
-        if not same:
-            break
+    run = parts if alone else doubtful
+    same = [_same_alone(captured, part.nonzero().flatten().flip(0)) for part in run]
+    reason = _mixed_inputs(captured, look) if alone and not all(same) else None
+    if False in same:
+        reason = reason or _mixed_alone(captured, int(run[same.index(False)].sum()))
     _refuse(captured.plan, reason, look)
 
 
