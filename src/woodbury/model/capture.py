@@ -250,33 +250,24 @@ class GraphCapture(Pass):
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
         plan = self.plan
-        if plan.findings.forward_order >= 1 and self._can_exchange:
+        if plan.findings.has_forward_mode and self._can_exchange:
             with casting(self.autocast, plan):
                 images = tangents.push_forward(self, vectors)
             if images is not None:
                 return images
-            plan.findings.lower_forward_order(0)
+            plan.findings.has_forward_mode = False
         product = jacobian_products(self.outputs, plan.parameters)
         return torch.stack([product(vector) for vector in vectors])
 
     def second_derivative(self, vector: Parts) -> Tensor:
-        """d^2/dt^2 y(theta + t p) at t = 0, (n, C)."""
-        plan = self.plan
+        """d^2/dt^2 y(theta + t p) at t = 0, (n, C). Call it with the random numbers of the pass."""
+        random = _random.snapshot(self.plan.device)
 
         def run(change: Parts) -> Tensor:
+            _random.restore(random)
             return self.run_again(change, {}).reshape(self.outputs.shape)
 
-        if plan.findings.forward_order >= 2 and self._can_exchange:
-            with casting(self.autocast, plan):
-                curve = tangents.second_derivative(self, vector)
-            if curve is not None and not plan.findings.checked_curve:
-                plan.findings.checked_curve = True
-                if not tangents.agrees_with_differences(curve, self, run, vector):
-                    plan.findings.lower_forward_order(1)
-            if curve is not None and plan.findings.forward_order >= 2:
-                return curve
-            plan.findings.lower_forward_order(1)
-        return tangents.central_difference(self, run, vector)
+        return tangents.second_derivative(self, run, vector, self.precision)
 
     def moved(self, share: float) -> float:
         """As in `Pass`; not known where the pass draws random numbers and cannot be repeated."""

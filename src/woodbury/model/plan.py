@@ -63,9 +63,8 @@ class Findings:
     wrong_bare: dict[Hashable, int] = field(default_factory=dict)  # and how often they were wrong
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
-    checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
     can_exchange: bool | None = None  # whether all uses of parameters are by modules; None until a pass shows it
-    forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
+    has_forward_mode: bool = True  # until forward mode has failed to differentiate the model
     warned: bool = False  # whether someone was told how many passes a step takes
     warned_of_mixing: bool = False  # whether someone was told that a later look found samples mixed
     passes: int = 0  # how many, over more than one sample
@@ -90,10 +89,6 @@ class Findings:
             if len(self.checked_rows) >= _MAX_CHECKED:
                 self.checked_rows.clear()
             self.checked_rows.add((method, shape))
-
-    def lower_forward_order(self, order: int) -> None:
-        """Forward mode differentiates the model no more often than this."""
-        self.forward_order = min(order, self.forward_order)
 
     def warn_of_passes(self, count: int, text: str) -> None:
         """Say once that a step takes many passes, and why."""
