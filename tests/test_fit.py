@@ -77,6 +77,36 @@ def test_steps_seconds_a_callback_and_ctrl_c_end_it(capsys):
     assert is_loss_of(fit.loss, model, data) and fit.loss < fit.history[0]["loss"]
 
 
+@pytest.mark.parametrize("samples, inside", [(40, 1), (1100, 3)])
+def test_a_fit_takes_the_threads_that_its_numbers_keep_busy_and_gives_all_back(samples, inside):
+    """121 parameters: 4,840 numbers, and 133,100, for 50,000 of each thread."""
+    model, seen, others = smooth_fit()[0], [], []
+    inputs = torch.rand(samples, 2, dtype=torch.float64)
+
+    def forward(model, x):
+        seen.append(torch.get_num_threads())
+        if len(others) == 2:
+            raise ZeroDivisionError
+        return model(x)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            woodbury.fit(
+                model,
+                MSE,
+                (inputs, surface(inputs)),
+                forward=forward,
+                progress=False,
+                callback=lambda fit: others.append(torch.get_num_threads()),
+            )
+        assert inside in seen and set(seen) <= {inside, 4} and others == [4, 4]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_a_problem_that_is_solved_is_left_when_nothing_moves(decay):
     """At the solution of the linear system, weight decay included."""

@@ -36,6 +36,7 @@ Callback = Callable[[Fit], Any]
 Resume = Fit | Mapping[str, Any] | Where | None
 SEARCH = ("length", "share", "bent", "accepted")  # what the history has of steps with a search
 Metric = Callable[[Tensor, "Tensor | None"], Any]  # (outputs, targets) -> a number
+PER_THREAD = 50_000  # numbers in the rows of a step: with fewer, threads take longer to meet than to compute
 _NEEDED = {"kind", "end", "random", "parameters", "optimizer", "best", "steps", "seconds", "samples", "history"}
 _FOUND = ("tolerance", "validation", "stalled")  # ends of a fit that are no budget
 
@@ -92,6 +93,7 @@ class Run(ABC):
         optimizer.settings = replace(optimizer.settings, advice=self.ways_out)
         self.limits, self.callback, self.validation = limits, callback, validation
         self.device = next(iter(self.model.parameters())).device
+        self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
         self.convert = Conversion.to(self.model)
         self.metrics: Mapping[str, Metric] = {}
         self.group = find_group(optimizer.process_group, self.model)
@@ -175,9 +177,10 @@ class Run(ABC):
                 if reason is not None:
                     fit.reason = reason
                     break
-                note = self.advance()
-                fit.seconds, now = group.of_first([time.perf_counter() - started, time.perf_counter()])
-                fit.reason = note() or "running"
+                with self._busy_threads():
+                    note = self.advance()
+                    fit.seconds, now = group.of_first([time.perf_counter() - started, time.perf_counter()])
+                    fit.reason = note() or "running"
                 with group.together():
                     if progress is not None:
                         progress.show(fit, *self.shown())
@@ -204,6 +207,17 @@ class Run(ABC):
         if progress is not None:
             progress.end(fit)
         return fit
+
+    @contextmanager
+    def _busy_threads(self) -> Iterator[None]:
+        """Inside, torch has no more threads than the rows of a step keep busy."""
+        threads, numbers = torch.get_num_threads(), self.fit.samples * self.size
+        if numbers:  # known from the first step on
+            torch.set_num_threads(max(1, min(threads, round(numbers / PER_THREAD))))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     # -- losses -----------------------------------------------------------------------------------------
 

@@ -78,7 +78,6 @@ class SolvingRun(Run):
     ) -> None:
         super().__init__(optimizer, **shared)
         self.source = source
-        self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
         on_cpu = self.device.type == "cpu"
         usual = samples_at_first(self.size, on_cpu)
         self.most = min((MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size, MOST_SAMPLES)
