@@ -258,6 +258,9 @@ class TermSource:
     decline: float = 0.0  # a
     middles: list[float] = field(default_factory=list)  # u with C(u) = C(1) / 2, of each batch with weights w
     forward = staticmethod(_run)
+    # of the first term that draws points, in the last batch: the numbers of each, where there are terms; how many
+    width: int = 1
+    points: int | None = None
 
     @property
     def is_fresh(self) -> bool:
@@ -292,15 +295,17 @@ class TermSource:
     def _batch(self, count: int, by_residual: bool = False, decline: float = 0.0) -> Data:
         if is_new := not self.weights:
             self.balance()
-        parts, widths, is_first = {}, {}, True
+        parts, widths = {}, {}
+        drawn = [name for name, source in self.sources.items() if source.draw_some is not None]
+        leading = drawn[0] if drawn else next(iter(self.sources))
         for name, source in self.sources.items():
-            own = count if is_first or source.draw_some is None else max(count // FEWER, min(count, PROBE))
-            is_first = is_first and source.draw_some is None
+            own = count if name == leading else max(count // FEWER, min(count, PROBE))
             parts[name], widths[name] = self._points(source, own, by_residual, decline)
             if is_new:
                 check_derivatives(self.model, *_batch.part(parts[name], slice(0, FEW), len(parts[name][3])))
+        self.points, self.width = len(parts[leading][3]), widths[leading] if self.has_terms else 1
         if len(parts) == 1:
-            return parts[next(iter(parts))], None
+            return parts[leading], None
         numbers = {name: len(part[3]) * widths[name] for name, part in parts.items()}
         terms = []
         for name, (function, inputs, targets, scale) in parts.items():

@@ -39,21 +39,24 @@ WORTH = 0.5  # take so much off the logarithm of the loss
 LEAST, MOST, MOST_ON_DEVICE = 256, 4096, 8192
 FEW = 256  # samples of terms on a CPU in the first steps, and in plain ones; twice as many in searched ones
 FEW_ON_DEVICE = 512  # on a device, where searched ones have 1.5 per parameter
+FEWEST = 64  # of a system: its points have a row for each equation, and rows are what a step costs
 GROWTH = 2  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
 TRIAL = 8  # steps with more samples, which stay
 PAYS = 1.5  # if these steps take so many times as much off the logarithm of the loss as the ones before;
 REST = 32  # steps until the next trial where they do not, and twice as many each time
+STEPS_LEFT = 2  # with more samples that the time must still hold, each of them
+LONGER = 4  # times as long
 MOST_ROWS, MOST_ROWS_ON_CPU = 8, 4  # samples per parameter at most: more add little to the curvature
 MOST_SAMPLES = 32768  # of a step: more take longer than they are worth
 COPIES = 6  # of the rows that a step holds at once, at most
 AVAILABLE = 0.5  # of the memory that is left: a step takes no more than this by itself
-BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
+BALANCED_AT = frozenset(2**power for power in range(20))  # steps before which weights balance themselves anew
 DECLINE, EARLY = 6.0, 0.6  # of the weights of early times: at first, and the part of the budget that has them
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
 # what `resume` needs
-_COURSE = ("phase", "since", "is_near", "rejected", "limited", "count", "most", "before", "wait", "rest")
+_COURSE = ("phase", "since", "is_near", "rejected", "limited", "width", "count", "most", "before", "wait", "rest")
 
 
 def samples_at_first(size: int, on_cpu: bool) -> int:
@@ -78,22 +81,11 @@ class SolvingRun(Run):
     ) -> None:
         super().__init__(optimizer, **shared)
         self.source = source
-        on_cpu = self.device.type == "cpu"
-        usual = samples_at_first(self.size, on_cpu)
-        self.most = min((MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size, MOST_SAMPLES)
-        while usual > LEAST and not self._fits(usual):
-            usual //= 2
-        self.usual = math.inf if on_cpu else usual  # more have to pay; on a CPU there are too few steps for trials
-        few = source.has_terms  # each has points of its own, and few are enough at first
-        if samples is not None:
-            self.count = self.searched = samples
-        elif few:
-            self.count = min(FEW if on_cpu else FEW_ON_DEVICE, usual)
-            self.searched = min(2 * self.count, self.most) if on_cpu else usual  # after looks
-        else:
-            self.count = self.searched = usual
-        self.first = self.count  # and in plain steps
-        self.looks = LOOKS if on_cpu else LOOKS_ON_DEVICE
+        self.given = samples
+        self.width = 1  # rows of a point, where terms have few points: known from the first batch on
+        self._choose_counts()
+        few = source.has_terms
+        self.looks = LOOKS if self.device.type == "cpu" else LOOKS_ON_DEVICE
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.is_near = False  # a solution, so that weights are other ones
@@ -108,6 +100,23 @@ class SolvingRun(Run):
             self.drawn = _random.snapshot(self.device)
             _random.restore(now)
 
+    def _choose_counts(self) -> None:
+        """How many samples there are at first (and in plain steps), in searched steps after looks, and at most."""
+        on_cpu, width = self.device.type == "cpu", self.width
+        usual = max(samples_at_first(self.size, on_cpu) // width, FEWEST)
+        self.most = min((MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size, MOST_SAMPLES) // width
+        while usual > LEAST and not self._fits(usual):
+            usual //= 2
+        self.usual = math.inf if on_cpu else usual  # more have to pay; on a CPU there are too few steps for trials
+        if self.given is not None:
+            self.first = self.searched = self.given
+        elif self.source.has_terms:  # each has points of its own, and few are enough at first
+            self.first = min(max((FEW if on_cpu else FEW_ON_DEVICE) // width, FEWEST), usual)
+            self.searched = min(2 * self.first, self.most) if on_cpu else usual
+        else:
+            self.first = self.searched = usual
+        self.count = self.first
+
     def advance(self) -> Callable[[], str | None]:
         self._decide()
         if isinstance(self.source, TermSource) and self.source.time is not None:
@@ -119,6 +128,10 @@ class SolvingRun(Run):
             self._draw(lambda: self.source.balance(self.is_near))
         while True:
             batch = self._draw(lambda: self.source.batch(self.count))
+            if self.given is None and self.source.width > self.width:  # a system: the first batch is drawn anew
+                self.width = self.source.width
+                self._choose_counts()
+                continue
             loss = self.source.loss()
             self.warn_of_columns(batch[0])
             try:
@@ -131,7 +144,10 @@ class SolvingRun(Run):
                 self.most, self.before = self.count, math.nan
                 message = f"fit: memory has run out: from now on a step has {self.count} samples"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
-        self.fit.steps, self.fit.samples = self.fit.steps + 1, self.count
+        self.fit.steps, self.fit.samples = (
+            self.fit.steps + 1,
+            self.count if self.source.points is None else self.source.points,
+        )
         return lambda: self._note(info, loss)
 
     def _step(self, batch: Any) -> StepInfo:
@@ -216,7 +232,7 @@ class SolvingRun(Run):
         is_early = must_pay and now < TRIAL
         if is_early or self.limited < LIMITED_STEPS or GROWTH * self.count > self.most:
             return
-        if self._fits(GROWTH * self.count):
+        if self._fits(GROWTH * self.count) and self._is_time_left():
             self.count, self.rejected, self.limited = GROWTH * self.count, 0, 0
             if must_pay:
                 self.before, self.wait = self._gained(TRIAL), now + TRIAL
@@ -225,7 +241,14 @@ class SolvingRun(Run):
         """Whether the rows of so many samples fit into what memory is left, as far as that is known."""
         number = next(iter(self.model.parameters())).element_size()
         available = available_bytes(self.device)
-        return available is None or COPIES * count * self.size * number < AVAILABLE * available
+        return available is None or COPIES * count * self.width * self.size * number < AVAILABLE * available
+
+    def _is_time_left(self) -> bool:
+        """Whether steps with more samples end in time, as the last step lets one expect."""
+        if self.limits.seconds is None:
+            return True
+        before, now = (record["seconds"] for record in self.fit.history[-2:])
+        return bool(STEPS_LEFT * LONGER * (now - before) <= self.limits.seconds - now)
 
     def _draw(self, function: Callable[[], Any]) -> Any:
         """function(), with the random numbers of the samples."""

@@ -32,6 +32,7 @@ class Drawn:
     forward: Forward | None
     is_fresh = True
     has_terms = False
+    width, points = 1, None
     weights: dict[str, float] = field(default_factory=dict)  # of terms: none
 
     def batch(self, count: int) -> Data:
