@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from benchmarks.common import Batch, Command, positive, round_numbers, say, table, take_step
 from benchmarks.problems import CLASSIFICATION, PROBLEMS, REGRESSION, Problem, Task
 from woodbury._files import one_line
+from woodbury.experiments import train
 from woodbury.experiments.files import DataError
 from woodbury.fit import fit
 from woodbury.runs.config import installed_versions, this_machine
@@ -50,15 +52,10 @@ def batches(pair: Batch, size: int, seed: int) -> DataLoader[Any]:
 
 def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple[float, float]:
     """The mean loss over all samples, in eval mode, and the share of wrong answers (of a regression the loss)."""
-    (inputs, targets), was_training = pair, model.training
-    with torch.no_grad():
-        outputs = model.eval()(inputs)
-        value = float(loss(outputs, targets))
+    was_training = model.training
+    value, error = train.evaluate(model.eval(), loss, *pair)
     model.train(was_training)
-    if kind == REGRESSION:
-        return value, value
-    answers = outputs.argmax(1) if outputs.shape[1] > 1 else outputs > 0  # of one logit: 0 or 1
-    return value, int((answers != targets).sum()) / len(inputs)
+    return value, value if kind == REGRESSION else error
 
 
 # -- one run --------------------------------------------------------------------------------------------------
@@ -67,14 +64,12 @@ def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple
 def train_first_order(task: Task, loader: DataLoader[Any], method: str, rate: float, epochs: int) -> None:
     """The usual loop with Adam or SGD: a constant rate, or one that decays linearly to 0 over all steps."""
     make: Any = partial(torch.optim.SGD, momentum=0.9) if method == SGD else torch.optim.Adam
-    optimizer = make(task.model.parameters(), lr=rate)
-    step, total = 0, epochs * len(loader)
+    optimizer, total = make(task.model.parameters(), lr=rate), epochs * len(loader)
+    schedule = LambdaLR(optimizer, lambda step: 1.0 if method == ADAM_CONSTANT else 1 - step / total)
     for _ in range(epochs):
         for batch in loader:
-            if method != ADAM_CONSTANT:
-                optimizer.param_groups[0]["lr"] = rate * (1 - step / total)
             take_step(optimizer, task.model, task.loss, batch)
-            step += 1
+            schedule.step()
 
 
 def run(

@@ -106,6 +106,31 @@ class Counting(nn.Module):
         return self.inner(x)
 
 
+class Own(nn.Module):
+    """A loss by the values of its samples, of which it is the mean unless `forward` says otherwise."""
+
+    reduction = "mean"
+
+    def __init__(self, values, forward=None):
+        super().__init__()
+        self.values, self.whole = values, forward
+
+    def forward(self, outputs, targets):
+        if self.whole is not None:
+            return self.whole(outputs, targets)
+        values = self.values(outputs, targets)
+        return values.sum() if self.reduction == "sum" else values.mean()
+
+
+@woodbury.register_loss(Own)
+class OwnRule(woodbury.LossRule):
+    def prepare(self, loss, outputs, targets):
+        return targets
+
+    def values(self, loss, outputs, targets):
+        return loss.values(outputs, targets)
+
+
 class Table:
     """What a table of pandas has of interest here."""
 

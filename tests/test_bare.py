@@ -222,17 +222,8 @@ def affine_and_product():
     return model
 
 
-@pytest.mark.parametrize(
-    "make, name",
-    [(indexed, "table"), (product, "weight"), (both, "weight"), (affine_and_product, r"1\.weight")],
-)
-def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make, name):
-    model = make().double()
-    inputs, targets = batch("affine", N)
-    message = rf"no layer rule covers parameter '{name}' of Parts.*fallback="
-    with pytest.raises(ValueError, match=message):
-        woodbury.rows(model, LOSS, inputs, targets)
-    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+# for `test_sharing.py`
+PAST_THE_RULES = {indexed: "table", product: "weight", both: "weight", affine_and_product: r"1\.weight"}
 
 
 def test_a_table_with_a_row_per_sample_is_no_bare_parameter():
@@ -336,13 +327,9 @@ def test_rows_by_expanded_weights_are_those_of_a_loop_over_samples(name):
     bound = bounds.rounding(1000)
     assert not any(own.requires_grad for own in rows.values())
     assert reference.relative_error(again, outputs.detach()) <= bound
-    for sample in range(N):
-        for column in range(2):
-            value = columns[sample, column] @ outputs[sample]
-            grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, allow_unused=True)
-            for (own, parameter), grad in zip(parameters.items(), grads, strict=True):
-                expected = torch.zeros_like(parameter) if grad is None else grad
-                scale = max(1.0, float(expected.abs().max()))
-                found = rows[own][sample, column]
-                assert float((found - expected).abs().max()) <= bound * scale, (name, own)
-                assert name != "second derivatives" or found.is_contiguous()  # they are multiplied without a copy
+    jacobians = reference.rows_of(outputs, list(parameters.values())).unflatten(0, outputs.shape)
+    expected = (columns @ jacobians).split([own.numel() for own in parameters.values()], 2)
+    for own, theirs in zip(parameters, expected, strict=True):
+        found, scale = rows[own], max(1.0, float(theirs.abs().max()))
+        assert float((found.reshape(theirs.shape) - theirs).abs().max()) <= bound * scale, (name, own)
+        assert name != "second derivatives" or found[0, 0].is_contiguous()  # they are multiplied without a copy

@@ -1,10 +1,6 @@
 """The measurements print what they promise; their figures are for a quiet machine, not for a test."""
 
 import json
-import math
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -17,10 +13,8 @@ from torch import nn
 from benchmarks import __main__ as program
 from benchmarks import beside, common, gpu, laplacian, peer_steps, peers, processes, scale, step, trajectories
 from benchmarks.common import Network
-from processes import run_alone
 
 ROOT = Path(__file__).parent.parent
-EPS = torch.finfo(torch.float64).eps
 
 
 @pytest.fixture
@@ -91,13 +85,6 @@ def test_laplacian_times_two_ways_to_the_same_numbers(printed, monkeypatch):
     ways = [laplacian.METHODS] * len(laplacian.TASKS) + [laplacian.WAYS]
     for row, own in zip(result.values(), ways, strict=True):
         assert set(row) == set(own) and min(row.values()) > 0
-    model, points = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.rand(5, 3).double()
-    first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    both = [form(first, points).dense() for form in laplacian.WAYS.values()]
-    torch.testing.assert_close(*both, rtol=0, atol=100 * 100 * EPS)
-    for ours, theirs in zip(*(derive(model, points) for derive in laplacian.METHODS.values()), strict=True):
-        # weights below 1, a few terms: numbers below 100
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=100 * 100 * EPS)
 
 
 # -- growth ---------------------------------------------------------------------------------------------------
@@ -170,70 +157,7 @@ def test_peers_are_measured_in_processes_and_a_missing_one_is_reported(printed, 
     assert timed["memory"] >= 0
 
 
-@pytest.mark.parametrize("message, status", [("Traceback\nTypeError: no", "TypeError: no"), ("", "killed")])
-def test_a_peer_that_fails_is_reported(monkeypatch, message, status):
-    done = subprocess.CompletedProcess([], 1, stdout="", stderr=message)
-    monkeypatch.setattr(peers.subprocess, "run", lambda *arguments, **options: done)
-    found = peers._run_process("classes", next(iter(peers.ALL)), 30.0, small=True)
-    assert found == {"status": f"failed: {status}"}
-
-
-def hold_64_mib():
-    peer = peer_steps.Peer("", lambda task: lambda: torch.ones(task.inputs.numel() * 2**20), "smw-gn")
-    tiny, larger = Network((1, 2), 1, 1), Network((16, 2), 1, 1)
-    print(peers.measure(peer, larger, 30.0, warmup=tiny)["memory"])
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak memory from /proc")
-def test_memory_of_a_step_is_its_peak():
-    """A step that holds 64 MiB for a moment."""
-    done = run_alone(hold_64_mib)
-    assert 60 * 2**20 < int(done.stdout) < 80 * 2**20, done.stderr
-
-
 # -- another commit beside the work tree ----------------------------------------------------------------------
-
-
-def _trajectory(parameter=2.0):
-    parameters = {"a": torch.ones(4), "b": torch.tensor([parameter], dtype=torch.float64)}
-    return {"size": 100, "condition": 3.0, "steps": {2: {"parameters": parameters, "loss": 4.0, "damping": 1.0}}}
-
-
-def test_differences_are_the_largest_relative_ones_and_nan_equals_nan():
-    one, other = ({"a": 2.0, "b": torch.tensor([3.0, 4.0])}, {"a": 2.5, "b": torch.tensor([3.0, 5.0])})
-    assert beside.difference(one, other) == 0.25
-    assert beside.difference(math.nan, math.nan) == 0.0 == beside.difference(0.0, 0.0)
-    for a, b in ((math.nan, 1.0), (1.0, math.nan), (0.0, 1.0)):
-        assert beside.difference(a, b) == math.inf
-
-
-def test_rounding_explains_what_its_bound_says_and_no_more():
-    def parameters(other, *here):
-        (entries,) = beside.compare(_trajectory(other), _trajectory(), [_trajectory(own) for own in here]).values()
-        assert entries["loss"]["difference"] == 0.0
-        return entries["parameters"]
-
-    rounding = 8 * EPS * 10 * 3 * 2  # sqrt(100), condition, steps
-    assert parameters(2.0 + rounding, 2.0)["bound"] == pytest.approx(rounding, rel=1e-6, abs=0)
-    assert parameters(2.0 + rounding, 2.0)["difference"] == pytest.approx(rounding / 2, rel=0.01, abs=0)  # |a| = 2
-    assert parameters(2.1, 2.0, 2.0 + 1e-6)["bound"] == pytest.approx(8 * 0.5e-6)  # noisy
-    assert parameters(2.1, 3.0)["bound"] == math.inf  # lost
-
-
-def test_a_difference_after_the_fewest_steps_is_a_fault_and_what_a_commit_lacks_is_none(monkeypatch, capsys):
-    def versions(source, starts, **asked):
-        run, failed = _trajectory(), {"error": "TypeError: no memory"}
-        if starts > 1:
-            return [{("mlp", "one"): run, ("mlp", "two"): run}] * 4
-        return [{("mlp", "one"): _trajectory(2.1), ("mlp", "two"): failed}]
-
-    monkeypatch.setattr(beside, "export", lambda commit, folder: folder)
-    monkeypatch.setattr(beside, "trajectories", versions)
-    assert program.main(["beside", "abc", "--steps", "2"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "not in abc: mlp, two: TypeError: no memory" in lines
-    (beyond,) = (line for line in lines if line.startswith("beyond rounding"))
-    assert beyond.startswith("beyond rounding: mlp, one: parameters differs by 4.8e-02 after 2 steps")
 
 
 @pytest.mark.slow
@@ -246,18 +170,6 @@ def test_the_work_tree_is_equal_to_itself(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"{count} runs are equal to rounding"
 
 
-def test_operations_are_counted_in_both_versions(printed, monkeypatch):
-    def versions(source):
-        return {name: trajectories.count_operations(settings) for name, settings in settings_of_steps.items()}
-
-    settings_of_steps = {"plain": "", "momentum": "momentum=0.9", "new": "not_there=1"}
-    monkeypatch.setattr(beside, "export", lambda commit, folder: folder)
-    monkeypatch.setattr(beside, "trajectories", versions)
-    (counts,) = printed("beside", "abc", "--operations").values()
-    assert all(row["abc"] == row["work tree"] for row in counts.values())
-    assert 50 < counts["plain"]["abc"] < counts["momentum"]["abc"] and counts["new"]["abc"] is None
-
-
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 def test_a_commit_is_exported_and_an_unknown_one_named(tmp_path):
     assert (beside.export("HEAD", tmp_path) / "woodbury" / "__init__.py").is_file()
@@ -266,17 +178,6 @@ def test_a_commit_is_exported_and_an_unknown_one_named(tmp_path):
 
 
 # -- the command line, tables and figures ---------------------------------------------------------------------
-
-
-def test_a_measurement_starts_a_process_with_one_thread(monkeypatch):
-    calls = []
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    done = subprocess.CompletedProcess([], 3)
-    monkeypatch.setattr("subprocess.run", lambda command, env: (calls.append((command, env)), done)[1])
-    assert program.main(["step", "--json"]) == 3
-    ((command, environment),) = calls
-    assert command == [sys.executable, "-m", "benchmarks", "step", "--json"]
-    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(

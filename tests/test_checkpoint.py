@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import problems
 import reference
 import woodbury
-from checks import refused
+from checks import refused, through_a_file
 from fuzz.models import Parts
 from woodbury._files import sealed, write_whole
 from woodbury.fit import checkpoint, run
@@ -80,7 +80,7 @@ OTHERS = smooth(25, 3)
 TRAINING = {"epochs": 2, "curvature_samples": 5, "validation": OTHERS}
 # the model, what fit takes beside it, after how many steps it is killed
 FITS = {
-    "a pair": (network, lambda: {"data": smooth(), "steps": 9}, (2, 9)),
+    "a pair": (network, lambda: {"data": smooth(), "steps": 9, "metric": "diagonal"}, (2, 9)),
     "validation": (network, lambda: {"data": smooth(), "steps": 14, "validation": OTHERS}, (2, 13)),
     "a share": (network, lambda: {"data": smooth(), "steps": 8, "validation": 0.25, "seed": 4}, (3,)),
     "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 45)),
@@ -160,12 +160,16 @@ def test_a_resume_leaves_random_numbers_alone_where_the_fit_draws_none(tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_fit_itself_can_be_taken_up():
-    model, other = network(), network()
-    whole = fitted(model, {"data": batches(), **TRAINING, "seed": 0})
-    part = fitted(other, {"data": batches(), **TRAINING, "seed": 0}, callback=lambda fit: fit.steps == 8)
-    again = fitted(other, {"data": batches(), **TRAINING, "seed": 0}, resume=part)
-    assert told(again, other) == told(whole, model)
+@pytest.mark.parametrize("name", ["a pair", "batches", "seeded sampler, any loss"])
+def test_a_fit_itself_or_its_state_can_be_taken_up(name):
+    arguments, whole, ends = {**FITS[name][1](), "seed": 2}, network(), []
+    expected = told(fitted(whole, arguments), whole)
+    for as_state in (False, True):
+        other = network()
+        part = fitted(other, arguments, callback=lambda fit: fit.steps == 4)
+        resume = through_a_file(part.state_dict()) if as_state else part
+        ends.append(told(fitted(other, arguments, resume=resume), other))
+    assert ends == [expected] * 2
 
 
 # -- files that hold no checkpoint of this fit --------------------------------------------------------------------

@@ -60,47 +60,33 @@ def test_fit_agrees_with_scipy_to_1e_8_in_twice_its_jacobians(name):
         assert curve_fit.distance(row.ours.parameters, certified) <= 2e-10
 
 
-def minimum_in_forty_digits(name):
-    """Where the gradient of the sum of squares is zero, with formulas and data written out again."""
+def minimum_in_forty_digits():
+    """Where the gradient of Brown and Dennis' sum of squares is zero, with the formula written out again."""
     mpmath = pytest.importorskip("mpmath", reason="mpmath computes in forty digits")
-    targets = [0.1957, 0.1947, 0.1735, 0.16, 0.0844, 0.0627, 0.0456, 0.0342, 0.0323, 0.0235, 0.0246]
-    inputs = [4, 2, 1, 0.5, 0.25, 0.167, 0.125, 0.1, 0.0833, 0.0714, 0.0625]
 
-    def kowalik_osborne(b):
-        return [b[0] * (x * x + x * b[1]) / (x * x + x * b[2] + b[3]) - y for x, y in data]
+    def total(*b):
+        pairs = ((mpmath.mpf(i) / 5, b) for i in range(1, 21))
+        return mpmath.fsum(
+            ((b[0] + t * b[1] - mpmath.exp(t)) ** 2 + (b[2] + b[3] * mpmath.sin(t) - mpmath.cos(t)) ** 2) ** 2
+            for t, b in pairs
+        )
 
-    def brown_dennis(b):
-        times = [mpmath.mpf(i) / 5 for i in range(1, 21)]
-        return [
-            (b[0] + t * b[1] - mpmath.exp(t)) ** 2 + (b[2] + b[3] * mpmath.sin(t) - mpmath.cos(t)) ** 2
-            for t in times
-        ]
+    def gradient(*b):
+        return [mpmath.diff(total, b, tuple(int(i == j) for j in range(4))) for i in range(4)]
 
-    residuals, near = {
-        "MGH09": (kowalik_osborne, ("0.1928", "0.1913", "0.1231", "0.1361")),
-        "Brown-Dennis": (brown_dennis, ("-11.594", "13.204", "-0.4034", "0.2368")),
-    }[name]
     with mpmath.workdps(40):
-        data = [(mpmath.mpf(str(x)), mpmath.mpf(str(y))) for x, y in zip(inputs, targets, strict=True)]
-
-        def total(*b):
-            return mpmath.fsum(value**2 for value in residuals(b))
-
-        def gradient(*b):
-            return [mpmath.diff(total, b, tuple(int(i == j) for j in range(4))) for i in range(4)]
-
-        root = mpmath.findroot(gradient, [mpmath.mpf(value) for value in near], tol=1e-30)
+        near = [mpmath.mpf(value) for value in ("-11.594", "13.204", "-0.4034", "0.2368")]
+        root = mpmath.findroot(gradient, near, tol=1e-30)
     return torch.tensor([float(value) for value in root], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", ["MGH09", "Brown-Dennis"])
-def test_fit_is_at_the_minimum_where_scipy_ends_short_of_it(name):
-    """The two problems on which the ends differ by more than 1e-8: it is scipy's end that is off by that.
+def test_fit_is_at_the_minimum_where_scipy_ends_short_of_it():
+    """On two problems the ends differ by more than 1e-8, and it is scipy's end that is off by that.
 
     So a fit within 1e-8 of scipy's end would be wrong. How far scipy is off depends on rounding: no bound on that.
+    The other one, MGH09, has certified parameters: see above.
     """
-    row = compared(name)
-    minimum = minimum_in_forty_digits(name)
+    row, minimum = compared("Brown-Dennis"), minimum_in_forty_digits()
     assert curve_fit.distance(row.ours.parameters, minimum) <= 1e-9
     assert curve_fit.distance(row.minimum, minimum) <= 1e-9
     off = curve_fit.distance(row.scipys.parameters, minimum)

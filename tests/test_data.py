@@ -431,15 +431,3 @@ def test_real_data_has_the_published_shape_and_classes(real):
         assert sum(int(count[1]) for count in counts) == POSITIVES[name]
         shares = [float(count[1] / count.sum()) for count in counts]
         assert shares[0] == pytest.approx(shares[1], rel=0.2)
-
-
-def test_real_training_features_have_zero_mean_and_unit_variance_or_are_zero(real):
-    _, data = real
-    assert data.train_inputs.dtype == data.test_inputs.dtype == torch.float32
-    assert torch.isfinite(data.test_inputs).all()
-    for columns in data.train_inputs.split(64, dim=1):
-        values = columns.double()
-        constant = (values == 0).all(dim=0)
-        assert values.mean(dim=0).abs().max() < 1e-5
-        deviation = values.std(dim=0, correction=0)[~constant]
-        assert torch.allclose(deviation, torch.ones_like(deviation), atol=1e-5)

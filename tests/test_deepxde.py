@@ -314,19 +314,6 @@ def test_a_fit_is_never_worse_and_an_error_changes_nothing(monkeypatch):
     assert_same(state_of(model.net), before)
 
 
-def test_a_turn_of_adam_leaves_the_best_parameters_in_double():
-    dde.config.set_default_float("float32")
-    model = poisson("dirichlet")
-    run = deepxde._Run(model, None, 0)
-    run.begin()
-    run.cast(torch.float64, run.first)
-    run.length, before = 0.05, run.best_loss
-    run.descend(0.05)
-    assert model.train_state.step > 0 and run.best_loss <= before
-    best = [own.double() for own in run.best]
-    assert all(torch.equal(*pair) for pair in zip(run.solution.parameters(), best, strict=True))
-
-
 @pytest.mark.parametrize(
     ("losses", "end"),
     [

@@ -1,7 +1,5 @@
 """The demo and the table of defaults, in small form."""
 
-import base64
-import io
 import json
 import re
 
@@ -10,7 +8,6 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.image import imread
 
 import demo
 import no_settings
@@ -49,25 +46,6 @@ def test_the_demo_ends_with_one_page_and_opens_it_where_there_is_a_screen(tmp_pa
     start = demo.precision.LOSS(model(inputs), targets).item()
     assert names["fit_function"](0.01).history[0]["loss"] == pytest.approx(start)
     assert names["solve_poisson"](1)[1].steps == 1
-
-
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_no_window_is_opened_where_nobody_sees_it(platform, monkeypatch):
-    monkeypatch.setattr(demo.sys, "platform", platform)
-    assert demo.has_screen() is (platform == "darwin")
-    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
-    assert demo.has_screen()
-    monkeypatch.setenv("CI", "true")
-    assert not demo.has_screen()
-
-
-def test_pictures_have_x_to_the_right_and_y_upward_and_the_error_is_relative():
-    (first, _), _ = demo.draw_solution(lambda points: points[:, :1] + 10 * points[:, 1:])
-    files = [io.BytesIO(base64.b64decode(first[name].partition(",")[2])) for name in ("image", "bar")]
-    colours, (bar,) = map(imread, files)
-    for (row, column), place in {(-1, 0): 0, (-1, -1): 1 / 11, (0, 0): 10 / 11, (0, -1): 1}.items():
-        assert colours[row, column].tolist() == pytest.approx(bar[round(255 * place)].tolist(), abs=0.02)
-    assert demo.draw_solution(lambda points: 1.25 * demo.solution(points))[1] == pytest.approx(0.25)
 
 
 def test_the_table_has_a_line_per_problem_and_seed(capsys):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import woodbury
-from test_imports import FLOORS, ROOMS
 from test_readme import blocks
 
 ROOT = Path(__file__).parent.parent
@@ -107,18 +106,6 @@ def test_every_item_of_the_paper_has_a_function_and_a_test():
         assert any(item.startswith(label) for item in items), label
 
 
-def test_the_map_is_that_of_the_imports():
-    """CONTRIBUTING.md names every room, highest first, and every module of a folder beside it."""
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = page.partition("## The map")[2].partition("\n## ")[0]
-    rooms = re.findall(r"^    (\w+)(/?) +(.*(?:\n {20}.*)*)", section, flags=re.MULTILINE)
-    assert [name for name, _, _ in rooms] == ROOMS[::-1]
-    for name, folder, text in rooms:
-        assert bool(folder) == (name in FLOORS), name
-        modules = {module for floor in FLOORS.get(name, []) for module in floor}
-        assert modules <= set(re.findall(r"\w+", text)), name
-
-
 def test_code_about_precision_runs(capsys):
     page = ROOT / "docs" / "precision.md"
     names = {}  # one after the other, as a reader types them
@@ -151,13 +138,6 @@ def test_code_about_models_runs_and_its_steps_verify(number, code):
     assert optimizer.verify(names["inputs"], names.get("targets")) < 1e-4
 
 
-def test_every_page_is_in_the_navigation():
-    """As the strict build of the site demands, which this says without mkdocs."""
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = re.findall(r"^ +- .*?(\S+\.md)$", navigation, flags=re.MULTILINE)
-    assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
-
-
 def test_every_example_is_in_the_gallery():
     page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"harness.py", "equations.py"}  # parts
@@ -181,14 +161,3 @@ def test_every_public_name_is_in_the_reference():
     documented = [resolve(name) for name in names if name.split(".")[1] not in DOORS]
     missing = [name for name in woodbury.__all__ if not any(getattr(woodbury, name) is own for own in documented)]
     assert missing == ["__version__"]
-
-
-def test_a_wrong_name_test_or_link_is_noticed():
-    for name in ("Rows.grams", "nothing", "row_matrix.Rows.gram.x", "optim.smw.solve"):
-        assert names(f"see `woodbury.{name}(x)`") == [f"woodbury.{name}"]
-        with pytest.raises(AttributeError):
-            resolve(f"woodbury.{name}")
-    assert TEST.findall("`tests/test_docs.py::test_a`") == [("tests/test_docs.py", "test_a")]
-    assert not has_test("tests/test_docs.py", "test_a") and not has_test("tests/test_nothing.py", "")
-    assert has_test("tests/test_docs.py", "test_a_wrong_name_test_or_link_is_noticed")
-    assert missing_links(METHOD, "[a](method.md#x) [b](gone.md) [c](https://a.b/c) [d](#e)") == ["gone.md"]

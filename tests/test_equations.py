@@ -1,5 +1,6 @@
 """The examples that solve differential equations by one call of fit: their equations, and a short run of each."""
 
+import json
 import math
 
 import pytest
@@ -13,8 +14,8 @@ import burgers
 import equations
 import heat
 import helmholtz
+import poisson
 import slabs
-import woodbury
 from fuzz.models import Parts
 
 EXAMPLES = {"heat": heat, "burgers": burgers, "helmholtz": helmholtz}
@@ -78,22 +79,6 @@ def test_the_quadrature_of_burgers_solution_has_converged():
 
 
 @every_example
-def test_fit_lowers_the_residuals_at_points_it_has_not_seen(name):
-    equation, loss = EXAMPLES[name].EQUATION, nn.MSELoss()
-    model = equations.tanh_network((equation.widths[0], 10, 1))
-    other, _ = equation.draw(400)
-
-    @torch.no_grad()
-    def mean_square():
-        return float(equation.residuals(model, other).square().mean())
-
-    before = mean_square()
-    settings = {"forward": equation.residuals, "steps": 6, "samples": 200, "progress": False}
-    fit = woodbury.fit(model, loss, equation.draw, **settings)
-    assert fit.steps == 6 and mean_square() < 0.9 * before
-
-
-@every_example
 def test_every_method_is_run_and_drawn(name, tmp_path, capsys, monkeypatch):
     fewer = {method: dict(list(settings.items())[-1:]) for method, settings in equations.METHODS.items()}
     monkeypatch.setattr(equations, "METHODS", fewer)
@@ -113,23 +98,6 @@ def test_every_method_is_run_and_drawn(name, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
-def test_the_spectral_solution_of_slabs_is_that_of_another_integrator(monkeypatch):
-    integrate = pytest.importorskip("scipy.integrate")
-    monkeypatch.setattr(slabs, "MODES", 64)
-    monkeypatch.setattr(slabs, "PLACES", slabs.PLACES[::4])
-    k = 1j * math.pi * torch.fft.fftfreq(slabs.MODES, 1 / slabs.MODES, dtype=torch.float64)
-
-    def slope(_, values):
-        u = torch.from_numpy(values)
-        first, third = (torch.fft.ifft(k**order * torch.fft.fft(u)).real for order in (1, 3))
-        return (-u * first - 0.0025 * third).numpy()
-
-    start, tolerance = torch.cos(math.pi * slabs.PLACES), 1e-8
-    settings = {"method": "DOP853", "rtol": tolerance, "atol": tolerance, "t_eval": [slabs.LENGTH]}
-    theirs = integrate.solve_ivp(slope, (0.0, slabs.LENGTH), start.numpy(), **settings).y[:, 0]
-    assert float((slabs.advance(start) - torch.from_numpy(theirs)).abs().max()) <= 100 * tolerance
-
-
 def test_a_short_run_of_slabs(capsys):
     errors = slabs.main(2, 5)
     start = torch.cos(math.pi * slabs.PLACES)
@@ -137,3 +105,36 @@ def test_a_short_run_of_slabs(capsys):
     standing_still = float((start - truth).norm() / truth.norm())
     assert len(errors) == 2 and errors[0] < standing_still / 10
     assert capsys.readouterr().out.count("relative error") == 2
+
+
+# -- Poisson's equation, with terms ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dimensions", [2, 5])
+def test_the_equations_hold_for_their_solutions(dimensions):
+    equation = poisson.EQUATIONS[dimensions]
+    (points, inside), targets = equation.draw(700, "cpu")
+    assert targets is None and len(points) == 700
+    share = equation.inside / (equation.inside + equation.boundary)
+    assert abs(inside.sum() - 700 * share) <= 1
+    faces = ((points == 0) | (points == 1)).any(1, keepdim=True)
+    assert torch.equal(faces, ~inside)
+    hessians = torch.func.vmap(torch.func.hessian(lambda x: equation.solution(x[None])[0, 0]))(points[:20])
+    bends = hessians.diagonal(dim1=1, dim2=2).sum(1, keepdim=True)
+    torch.testing.assert_close(bends, -equation.force(points[:20]))
+
+
+@pytest.mark.parametrize("dimensions", [2, 5])
+def test_a_run_leaves_a_record(dimensions, tmp_path, capsys, monkeypatch):
+    small = poisson.EQUATIONS[dimensions]._replace(widths=(dimensions, 8, 1))
+    monkeypatch.setitem(poisson.EQUATIONS, dimensions, small)
+    options = ["--seconds", "0.1", "--seeds", "1", "--alone", "--out", str(tmp_path)]
+    poisson.main(["--dimensions", str(dimensions), *options])
+    runs = json.loads((tmp_path / f"poisson-{dimensions}.json").read_text())["runs"]
+    assert len(runs["woodbury.fit"][0]) >= 1 and "median" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", [method for own in poisson.RIVALS.values() for method in own.values()])
+def test_every_rival_takes_steps(method):
+    curve = poisson.solve(method, poisson.EQUATIONS[2], "cpu", 0.05, seed=0)
+    assert curve and all(error > 0 for _, error in curve)

@@ -1,5 +1,6 @@
 """woodbury.fit: one call, its limits, what it returns, and going on from where it stopped."""
 
+import copy
 import math
 import sys
 from itertools import groupby
@@ -14,7 +15,6 @@ import bounds
 import problems
 import reference
 import woodbury
-from checks import through_a_file
 from test_checkpoint import network
 from test_checkpoint import smooth as noisy
 from woodbury.fit import Fit, solving
@@ -119,28 +119,6 @@ def test_a_problem_that_is_solved_is_left_when_nothing_moves(decay):
     torch.testing.assert_close(reference.theta(model), ridge.flatten(), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("sampled, metric", [(False, "diagonal"), (True, None)])
-def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled, metric):
-    def build():
-        return (problems.network(1, 6, 1), draw) if sampled else smooth_fit()
-
-    settings = {"progress": False, "seed": 3, "samples": 60 if sampled else None, "metric": metric}
-    model, data = build()
-    whole = woodbury.fit(model, nn.MSELoss(), data, steps=8, **settings)
-    other, data = build()
-    first = woodbury.fit(other, nn.MSELoss(), data, steps=5, **settings)
-    again, data = build()  # a fresh network, whose parameters do not matter
-    with torch.no_grad():
-        for own in again.parameters():
-            own.zero_()
-    state = through_a_file(first.state_dict())
-    second = woodbury.fit(again, nn.MSELoss(), data, steps=8, resume=state, **settings)
-    assert second.steps == 8 and [r["loss"] for r in second.history] == [r["loss"] for r in whole.history]
-    assert torch.equal(reference.theta(again), reference.theta(model))
-    with pytest.raises(ValueError, match=r"another model: parameter '\w+"):
-        woodbury.fit(nn.Linear(2, 1).double(), nn.MSELoss(), data, resume=first.state_dict(), **settings)
-
-
 def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_steps():
     counts = []
 
@@ -218,9 +196,6 @@ def test_a_classifier_is_fitted_too(dtype):
 
 
 # -- what a fit gives back to look at: figure, page, metrics, callbacks ---------------------------------
-
-
-MSE = nn.MSELoss()
 
 
 def loader():
@@ -395,53 +370,27 @@ def test_an_error_of_types_blames_the_data_that_has_them_and_says_what_to_write(
 
 def test_what_cannot_be_fitted_is_said_in_words():
     inputs, targets = torch.rand(30, 2), torch.rand(30, 1)
-    frozen = problems.mlp(2, 5, 1).requires_grad_(False)
-    words = np.array(["a", "b"] * 15)
+    words, evidence = np.array(["a", "b"] * 15), {"weight_decay": "evidence"}
+    plain, classes, entropy = problems.mlp(2, 5, 1), problems.mlp(2, 5, 2), nn.CrossEntropyLoss()
+    frozen, half = copy.deepcopy(plain).requires_grad_(False), copy.deepcopy(plain).half()
     for model, loss, data, settings, message in [
-        (
-            frozen,
-            MSE,
-            (inputs, targets),
-            {"weight_decay": "evidence"},
-            "fit: the model has no trainable parameter",
-        ),
-        (problems.mlp(2, 5, 1).half(), MSE, (inputs, targets), {}, r"fit: torch.float16 .* use model.float\(\)"),
-        (problems.mlp(2, 5, 2), nn.CrossEntropyLoss(), (inputs, words), {}, "must be numbers .*return_inverse"),
-        (
-            problems.mlp(2, 5, 2),
-            nn.CrossEntropyLoss(),
-            (inputs, words.tolist()),
-            {},
-            "must be numbers .*return_inverse",
-        ),
-        (problems.mlp(2, 5, 1), MSE, (inputs[:1], targets[:1]), {"weight_decay": "evidence"}, "one sample alone"),
-        (
-            problems.mlp(2, 5, 1),
-            MSE,
-            draw,
-            {"validation": (inputs[:0], targets[:0])},
-            "fit: validation: empty batch",
-        ),
-        (
-            problems.mlp(2, 5, 1),
-            MSE,
-            draw,
-            {"validation": (inputs, targets / 0)},
-            "fit: validation: targets hold nan",
-        ),
+        (frozen, MSE, (inputs, targets), evidence, "fit: the model has no trainable parameter"),
+        (half, MSE, (inputs, targets), {}, r"fit: torch.float16 .* use model.float\(\)"),
+        (classes, entropy, (inputs, words), {}, "must be numbers .*return_inverse"),
+        (classes, entropy, (inputs, words.tolist()), {}, "must be numbers .*return_inverse"),
+        (plain, MSE, (inputs[:1], targets[:1]), evidence, "one sample alone"),
+        (plain, MSE, draw, {"validation": (inputs[:0], targets[:0])}, "fit: validation: empty batch"),
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
             woodbury.fit(model, loss, data, steps=1, **settings)
 
 
-def test_numbers_of_any_kind_are_taken_from_pairs_loaders_and_samplers():
+def test_arrays_are_taken_from_loaders_and_samplers():
+    """From pairs: `test_noise.py`; whole numbers and truths as targets: `test_losses.py`."""
     inputs, labels = np.random.default_rng(0).random((30, 2), dtype=np.float32), np.arange(30, dtype=np.int32) % 3
-    for data in ((inputs, labels), [(inputs[:15], labels[:15]), (inputs[15:], labels[15:])]):
-        fit = woodbury.fit(problems.mlp(2, 5, 3), nn.CrossEntropyLoss(), data, steps=2)
-        assert fit.steps == 2 and math.isfinite(fit.loss)
-    of_arrays = woodbury.fit(
-        problems.mlp(2, 5, 1), MSE, lambda count: (np.ones((count, 2), np.float32), np.zeros((count, 1))), steps=1
-    )
-    assert of_arrays.steps == 1
+    batches = [(inputs[:15], labels[:15]), (inputs[15:], labels[15:])]
+    assert woodbury.fit(problems.mlp(2, 5, 3), nn.CrossEntropyLoss(), batches, steps=2).steps == 2
+    drawn = lambda count: (np.ones((count, 2), np.float32), np.zeros((count, 1)))  # noqa: E731
+    assert woodbury.fit(problems.mlp(2, 5, 1), MSE, drawn, steps=1).steps == 1
     truths = torch.rand(30, 1) > 0.5
     assert woodbury.fit(problems.mlp(2, 5, 1), MSE, (inputs, truths), weight_decay="evidence", steps=9).noise > 0

@@ -1,85 +1,29 @@
 """The layers of the code import downward only, and the core needs torch alone."""
 
 import ast
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import woodbury
+from woodbury import layers
 from woodbury.layers import RowForm
 
 ROOT = Path(woodbury.__file__).parent
 
-# The rooms of the house, lowest first: a module imports from lower rooms only. Inside a room that is a package the
-# same holds for its own floors. There are no exceptions.
-ROOMS = [
-    *("_version", "_style", "_vector", "_random", "_process", "_bytes", "_files", "_batch"),
-    *("_choice", "parallel", "device"),
-    *("modules", "taylor", "jets", "laplacian", "linalg", "least_squares"),
-    *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "quadratic", "policies"),
-    *("loop", "optim", "rivals", "optimizers", "fit", "runs", "experiments"),
-    *("logs", "pina", "_deepxde", "deepxde", "lightning", "skorch", "sklearn", "cli", "__main__"),
-]
-FLOORS = {
-    "device": [["constants", "fingerprint"], ["recording", "scalars"]],
-    "parallel": [["group"]],
-    "least_squares": [["trust_region", "residuals"], ["minimize"], ["interface"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
-    "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
-    "posterior": [["systems"], ["data"], ["laplace"]],
-    "layers": [["forms"], ["positions"], ["shared"], ["outer"], ["sums", "rules"], ["maps"]],
-    "model": [
-        ["buffers", "expanded", "compiled"],
-        ["plan"],
-        ["call", "chain", "fallback"],
-        ["tangents"],
-        ["graph"],
-        ["bare"],
-        ["capture"],
-        ["independence", "terms"],
-    ],
-    "fit": [
-        ["plot", "columns", "derivable"],
-        ["result", "checkpoint"],
-        ["limits", "sources"],
-        ["equations"],
-        ["run"],
-        ["growth", "pace"],
-        ["evidence"],
-        ["precise", "solving", "training"],
-        ["door"],
-    ],
-    "quadratic": [
-        ["displacement", "decay", "passes", "joint"],
-        ["objective", "quadratic"],
-        ["linearize", "memory", "metric"],
-        ["sample_space"],
-        ["parameter_space", "by_iteration"],
-        ["solvers"],
-    ],
-    "policies": [
-        ["damping", "guard", "search"],
-        ["plain", "proposal"],
-        ["damped_step", "curved"],
-    ],
-    "optim": [
-        ["info", "transaction", "settings", "shards", "faults"],
-        ["problems"],
-        ["step"],
-        ["recorded"],
-        ["optimizer"],
-        ["smw"],
-    ],
-    "rivals": [["first_order", "hessian_free", "kfac"]],
-    "experiments": [["files", "presets"], ["data"], ["train"]],
-    "runs": [
-        ["config"],
-        ["records"],
-        ["recorder", "medians"],
-        ["panels", "verdict"],
-        ["report"],
-    ],
-}
+
+def read_map():
+    """The rooms of the house by name, lowest first, and what CONTRIBUTING.md says of each."""
+    page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("## The map")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^    (\w+)/? +(.*(?:\n {20}.*)*)", section, flags=re.MULTILINE)[::-1])
+
+
+# A module imports from lower rooms only, and in a room that is a package never in a circle, without exceptions.
+MAP = read_map()
+ROOMS = list(MAP)
 CORE_MODULES = [*(f"woodbury.{room}" for room in ROOMS[: ROOMS.index("fit") + 1]), "benchmarks.__main__"]
 
 
@@ -88,18 +32,6 @@ def name_of(path):
 
 
 MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
-
-
-def place_of(name):
-    """The room of a module, counted from below, and its floor there."""
-    room, _, inside = name.partition(".")
-    assert room in ROOMS, f"module {name!r} is in no room of the map"
-    if not inside:
-        return ROOMS.index(room), -1 if room in FLOORS else 0  # what a package gives comes from all its floors
-    for floor, names in enumerate(FLOORS[room]):
-        if inside in names:
-            return ROOMS.index(room), floor
-    raise AssertionError(f"module {name!r} is on no floor of {room}")
 
 
 def imported(path):
@@ -122,61 +54,35 @@ def imported(path):
             yield local
 
 
-def test_imports_point_downward():
+def test_imports_point_downward_and_never_in_a_circle():
+    inside = {}
     for name, path in MODULES.items():
         if path.name == "__init__.py":  # a package lists its public names from anywhere inside it
             continue
-        own = place_of(name)
+        room = name.partition(".")[0]
         for target in imported(path):
             assert target, f"{name} imports the package woodbury itself"
-            room, floor = place_of(target)
-            below = room < own[0] or (room == own[0] and -1 < floor < own[1])
+            other = target.partition(".")[0]
+            below = ROOMS.index(other) < ROOMS.index(room) or (other == room and "." in target)
             assert below, f"{name} imports {target}, which is not below it"
+            if other == room:
+                inside.setdefault(name, set()).add(target)
+    TopologicalSorter(inside).prepare()  # raises at a circle
 
 
-def form_names():
-    """The names of the forms of rows, and of what they have in common."""
-    names, pending = set(), [RowForm]
-    while pending:
-        kind = pending.pop()
-        names.add(kind.__name__)
-        pending += kind.__subclasses__()
-    return names
-
-
-def asked_forms(source, forms):
-    """The forms that a program asks about: by isinstance or issubclass, by comparing a type, or in a match."""
-    tree = ast.parse(source)
-    aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
-    meaning = {alias.asname or alias.name: alias.name for alias in aliases}
-    asked = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
-            asked += node.args[1:]
-        elif isinstance(node, ast.Compare):
-            asked += [node.left, *node.comparators]
-        elif isinstance(node, ast.MatchClass):
-            asked.append(node.cls)
-    parts = [part for expression in asked for part in ast.walk(expression)]
-    names = [getattr(part, "id", getattr(part, "attr", None)) for part in parts]
-    return {meaning.get(name, name) for name in names} & forms
+def test_the_map_has_every_module_and_no_other():
+    assert {name.partition(".")[0] for name in MODULES} - {"__init__"} == set(ROOMS)
+    for name in MODULES:
+        room, _, inside = name.partition(".")
+        assert not inside or inside in re.findall(r"\w+", MAP[room]), name
 
 
 def test_nobody_outside_layers_asks_which_form_rows_have():
+    forms = [own.__name__ for own in vars(layers).values() if isinstance(own, type) and issubclass(own, RowForm)]
+    asked = re.compile(rf"(?:isinstance\(|issubclass\(|type\(|case ).*\b(?:{'|'.join(forms)})\b")
+    assert asked.search("isinstance(form, (Other, layers.OuterRows))") and len(forms) > 4
     for name, path in MODULES.items():
-        assert name.split(".")[0] == "layers" or not asked_forms(path.read_text(), form_names()), name
-
-
-def test_a_question_about_a_form_is_seen():
-    questions = ["isinstance(form, (Other, layers.OuterRows))", "type(form) in (Other, OuterRows)"]
-    questions += ["from woodbury.layers import OuterRows as Outer\nissubclass(type(form), Other | Outer)"]
-    for program in (*questions, "match form:\n    case OuterRows(): pass"):
-        assert asked_forms(program, form_names()) == {"OuterRows"}, program
-
-
-def test_every_place_on_the_map_is_a_module():
-    listed = [*ROOMS, *(f"{room}.{name}" for room, floors in FLOORS.items() for floor in floors for name in floor)]
-    assert [name for name in listed if name not in MODULES] == []
+        assert name.split(".")[0] == "layers" or not asked.search(path.read_text()), name
 
 
 def test_the_core_needs_torch_alone():

@@ -229,18 +229,6 @@ def cubic_by_laplacian(model, x):
     return u**3 - second - v**3 - 2 * PI**2 * v
 
 
-def helmholtz(model, x):
-    """Lap u + 9 u = f."""
-    u, _, second = woodbury.laplacian(model, x)
-    return second + 9 * u - (9 - 2 * PI**2) * solution(x)
-
-
-def heat(model, x):
-    """u_t = u_xx + f."""
-    _, gradient, second = woodbury.laplacian(model, x, weights=(1, 0))
-    return gradient[:, 0, 1:] - second - torch.sin(PI * x[:, :1])
-
-
 def burgers(model, x, steepening=1, diffusion=0.1, dispersion=0):
     """u_t + a u u_x = b u_xx - c u_xxx + f, by ordinary autograd."""
     x = x.clone().requires_grad_()
@@ -256,7 +244,7 @@ def korteweg_de_vries(model, x):
 
 
 METHODS = {cubic_by_laplacian: None, cubic_by_func: "func"}  # for rows past the rules
-EQUATIONS = [cubic_by_func, cubic_by_laplacian, helmholtz, heat, burgers, korteweg_de_vries]
+EQUATIONS = [cubic_by_func, cubic_by_laplacian, burgers, korteweg_de_vries]
 
 
 @pytest.fixture

@@ -379,14 +379,6 @@ def test_the_product_of_summed_grams_is_something_else():
     assert reference.relative_error((v @ v.T) * (h @ h.T), K) > 0.1
 
 
-def test_the_route_follows_the_shapes():
-    few, many = (
-        SharedRows((part(8, 1, positions, 1, width, width),), (width, width))
-        for positions, width in ((2, 64), (64, 4))
-    )
-    assert few.pairs_are_cheaper(few) and not many.pairs_are_cheaper(many)
-
-
 class Standardised(nn.Conv1d):
     def _conv_forward(self, x, weight, bias):
         return super()._conv_forward(x, weight - weight.mean(), bias)

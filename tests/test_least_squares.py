@@ -136,13 +136,6 @@ def test_s_is_left_out_where_the_model_would_be_flat_or_curve_downwards():
         assert close(((s * c).unsqueeze(1) @ V).squeeze(1), gradient, bound)  # which S leaves alone
 
 
-def test_column_of_zeros_gets_no_step():
-    J, f, scale = random_systems(9, 4)
-    J[:, :, 2], scale[:, 2] = 0, 0
-    step = step_of(trust_region.factorize(J, f, scale, EPS), 1.0, 3)
-    assert (step.scaled[:, 2].abs() <= EPS * step.length).all() and (step.scaled[:, [0, 1, 3]] != 0).all()
-
-
 def problem_of(function, x, limits=None):
     """One fit of parameters like x."""
     residuals = Residuals(function, (), x.shape, False, x.unsqueeze(0))
@@ -413,15 +406,25 @@ def test_a_bound_that_is_not_reached_changes_nothing():
 
 
 def test_function_is_computed_within_the_bounds_only():
-    seen = []
+    """By the look for lost derivatives, too."""
 
-    def f(b):
-        seen.append(torch.func.debug_unwrap(b, recurse=True).detach().reshape(-1, 2))
-        return rosenbrock(b)
+    def lost(b):
+        return torch.stack([b[0] - 1, b[1].item() * b[0]])
 
-    woodbury.least_squares(f, [-1.2, 0.2], bounds=([-2, -1], [2, 0.3]))
-    points = torch.cat(seen)
-    assert len(points) > 10 and (points >= double(-2, -1)).all() and (points <= double(2, 0.3)).all()
+    for function, start, lower, upper in (
+        (rosenbrock, [-1.2, 0.2], [-2, -1], [2, 0.3]),
+        (lost, [2, 3], [2, 1], [4, 3]),
+    ):
+        seen = []
+
+        def f(b, function=function, seen=seen):
+            seen.append(torch.func.debug_unwrap(b, recurse=True).detach().reshape(-1, 2))
+            return function(b)
+
+        with pytest.warns(RuntimeWarning, match=r"parameter\[1\]") if function is lost else silence():
+            woodbury.least_squares(f, start, bounds=(lower, upper))
+        points = torch.cat(seen)
+        assert len(points) > 2 and (points >= double(*lower)).all() and (points <= double(*upper)).all()
 
 
 # ---------------------------------------------------------------------------------------------- many fits at once
@@ -687,16 +690,6 @@ def test_function_may_compute_derivatives_itself_and_the_result_holds_no_graph()
         assert not any(value.requires_grad for value in (result.x, result.fun, result.jac, result.grad))
 
 
-@pytest.mark.parametrize("m", [3, 400])
-def test_jacobians_forward_and_backward_are_exact(m):
-    """Few residuals go backward, many forward; both against the derivatives of b_0 e^(-b_1 t) by hand."""
-    t = torch.linspace(0, 1, m, dtype=torch.float64)
-    result = woodbury.least_squares(lambda b: b[0] * torch.exp(-b[1] * t) - 1 - t, [1.0, 1.0])
-    a, b = result.x
-    expected = torch.stack([torch.exp(-b * t), -a * t * torch.exp(-b * t)], dim=1)
-    assert close(result.jac, expected, bounds.rounding(1))
-
-
 # --------------------------------------------------------------------------------------------------- messages
 
 
@@ -756,18 +749,6 @@ def test_a_parameter_whose_derivative_is_lost_is_warned_of():
     for function in right:  # without the parameter, and with a derivative of zero at zero
         with silence(RuntimeWarning):
             woodbury.least_squares(function, [1.0, 0.0])
-
-
-def test_the_look_for_lost_derivatives_stays_within_the_bounds():
-    seen = []
-
-    def function(b):
-        seen.append(b.detach())
-        return torch.stack([b[0] - 1, b[1].item() * b[0]])
-
-    with pytest.warns(RuntimeWarning, match=r"parameter\[1\]"):
-        woodbury.least_squares(function, [2.0, 3.0], bounds=([2.0, 1.0], [4.0, 3.0]))
-    assert all((torch.tensor([2.0, 1.0]) <= b).all() and (b <= torch.tensor([4.0, 3.0])).all() for b in seen)
 
 
 def test_docstring_example_runs():

@@ -11,7 +11,6 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
-from checks import through_a_file
 from fuzz.models import Parts
 from test_layers import METHODS
 from woodbury._vector import Space
@@ -69,7 +68,7 @@ def split(model, vector):
 
 
 def adams_metric(model, gradients):
-    """D of the docstring of `woodbury.optim.metric`, from all gradients so far, written out."""
+    """D of the docstring of `woodbury.quadratic.metric`, from all gradients so far, written out."""
     moments = []
     for step, gradient in enumerate(gradients):
         share = max(1 - FORGETTING, 1 / (step + 1))
@@ -210,28 +209,6 @@ def test_steps_in_the_metric_of_the_diagonal_do_not_change_with_the_unit_of_a_pa
     for first, second in zip(*losses, strict=True):
         assert abs(first - second) <= bound * math.sqrt(second * losses[0][0])
     assert losses[0][-1] < lowest * losses[0][0]
-
-
-@every_pair(metric=[None, "adam", "diagonal"], kind=list(MODELS))
-def test_a_copy_and_a_saved_state_go_on_bit_by_bit(kind, metric):
-    model, batches = problem(kind)
-    loss, settings = nn.CrossEntropyLoss(), {"momentum": 0.9, "lr": 0.3, "memory": 2, "metric": metric, "seed": 1}
-    settings |= {"curvature_samples": 4, "damping": woodbury.LevenbergMarquardt(initial=0.03, relative=True)}
-    optimizer = woodbury.GaussNewton(model, loss, **settings)
-    for batch in batches[:3]:
-        optimizer.step(*batch)
-    twin = copy.deepcopy(optimizer)
-    parameters, state = through_a_file((model.state_dict(), optimizer.state_dict()))
-    fresh, _ = problem(kind)
-    fresh.load_state_dict(parameters)
-    loaded = woodbury.GaussNewton(fresh, loss, **settings)
-    loaded.load_state_dict(state)
-    for batch in batches[3:]:
-        expected = [p.clone() for p in model.parameters()], optimizer.step(*batch).as_dict()
-        for other in (twin, loaded):
-            assert all(torch.equal(a, b) for a, b in zip(expected[0], other.model.parameters(), strict=True))
-            assert other.step(*batch).as_dict() == expected[1]
-            assert other.state["course"] == optimizer.state["course"]
 
 
 def test_rows_of_a_large_shared_layer_are_not_saved():

@@ -55,16 +55,6 @@ def test_language_model_learns_with_both_methods(tmp_path, capsys):
     assert figure.stat().st_size > 0
 
 
-def test_language_model_gives_every_position_its_own_past_only():
-    model = language_model.LanguageModel(characters=11, context=8, width=8, layers=2)
-    indices = torch.randint(11, (3, 8))
-    changed = indices.clone()
-    changed[:, 5:] = (changed[:, 5:] + 1) % 11
-    outputs = model(indices)
-    assert outputs.shape == (3, 11, 8)
-    torch.testing.assert_close(model(changed)[..., :5], outputs[..., :5])
-
-
 def test_precision_draws_the_best_setting_of_every_method(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", time.process_time)  # other programs do not shorten the run
     figure = tmp_path / "precision.png"

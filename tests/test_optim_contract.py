@@ -28,6 +28,7 @@ from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.optim import SecondOrder
 from woodbury.optimizers import OPTIMIZERS, default_arguments
+from woodbury.quadratic.metric import METRICS
 from woodbury.rivals import FirstOrder
 
 NAN, INF = float("nan"), float("inf")
@@ -339,18 +340,18 @@ def test_a_step_runs_the_model_twice_and_leaves_gradients_alone(kind):
 # -- state and copies ------------------------------------------------------------------------------------
 
 
-def from_saved_state(kind, optimizer):
+def from_saved_state(optimizer, kind, name, settings):
     """A new optimizer, of another seed, lr and damping, that has loaded the state; its keys are names."""
-    problem, state = problems.make("softmax"), optimizer.state_dict()
+    problem, state = problems.make(name), optimizer.state_dict()
     names = list(dict(problem.model.named_parameters()))
-    if kind in SECOND_ORDER:
+    if kind in SECOND_ORDER and settings is RICH:
         assert state["param_groups"][0]["param_names"] == names
         named = {*names, *dict(problem.model.named_modules())}
         assert all(isinstance(key, str) for key in state["state"])
         assert all(set(value) <= named for value in state["state"].values() if isinstance(value, dict))
     problem.model.load_state_dict(optimizer.model.state_dict())
     start = woodbury.LevenbergMarquardt(initial=7.0)
-    resumed = build(kind, problem, RICH, {"seed": 99, "damping": start}, lr=0.1)
+    resumed = build(kind, problem, settings, {"seed": 99, "damping": start}, lr=0.1)
     saved = through_a_file(state, map_location="cpu")
     kept = dict(saved["state"])
     resumed.load_state_dict(saved)
@@ -360,21 +361,27 @@ def from_saved_state(kind, optimizer):
 
 
 COPIES = {
-    "deepcopy": lambda kind, optimizer: copy.deepcopy(optimizer),
-    "pickle": lambda kind, optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "deepcopy": lambda optimizer, *case: copy.deepcopy(optimizer),
+    "pickle": lambda optimizer, *case: pickle.loads(pickle.dumps(optimizer)),
     "state_dict": from_saved_state,
 }
+MEMORY = {"momentum": 0.9, "memory": 2, "curvature_samples": 4}  # rows of every form
+CARRIED = [(kind, "softmax", RICH) for kind in OPTIMIZERS]
+CARRIED += [
+    ("smw-gn", name, MEMORY | {"metric": metric}) for name, metric in zip(problems.SHARED, METRICS, strict=False)
+]
+CARRIED.append(("smw-ng", "softmax", MEMORY))
 
 
-@every_optimizer
+@pytest.mark.parametrize("kind, name, settings", CARRIED)
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_and_saved_states_go_on_identically_and_apart(kind, how):
-    problem = problems.make("softmax")
-    optimizer = build(kind, problem, RICH, {"seed": 3}, lr=0.5)
+def test_copies_and_saved_states_go_on_identically_and_apart(kind, name, settings, how):
+    problem = problems.make(name)
+    optimizer = build(kind, problem, settings, {"seed": 3}, lr=0.5)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for _ in range(6):  # between two refreshes of what is kept for several steps
         optimizer.step(problem.inputs, problem.targets)
-    twin = COPIES[how](kind, optimizer)
+    twin = COPIES[how](optimizer, kind, name, settings)
     assert twin.model is not optimizer.model
     with unchanged(optimizer):
         infos = [str(twin.step(problem.inputs, problem.targets).as_dict()) for _ in range(3)]  # nan: no damping

@@ -15,7 +15,7 @@ import reference
 import woodbury
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.policies.damping import FORGETTING, next_scale
-from woodbury.policies.guard import LEAST, RUNAWAY, SMOOTHING, WARM_UP, Course
+from woodbury.policies.guard import LEAST, RUNAWAY, WARM_UP, Course
 from woodbury.policies.plain import POLICIES, change, from_plain, to_plain
 
 
@@ -131,18 +131,6 @@ def test_fields_of_a_policy_can_be_changed(value, fields, expected):
 
 
 # -- steps that run away --------------------------------------------------------------------------------
-
-
-def test_the_level_is_the_smoothed_loss_and_the_best_its_least():
-    course = Course.read((), 2.0)
-    assert course == (2.0, 2.0, 2.0, 0)
-    level, best = 2.0, 2.0
-    for count, loss in enumerate((1.0, 3.0, 0.5), start=1):
-        course = course.after(loss)
-        level = (1 - SMOOTHING) * level + SMOOTHING * loss
-        best = min(best, level)
-        assert course == pytest.approx((2.0, level, best, count), rel=bounds.rounding(1, steps=count))
-    assert Course.read(list(course), 7.0) == course
 
 
 @pytest.mark.parametrize(

@@ -24,20 +24,9 @@ NAMES = [
 ]
 
 
-class Half(nn.Module):
+def half(outputs, targets):
     """|y|^2 / 2 of the first output and a linear term in the others: a gradient outside the curvature's range."""
-
-    reduction = "mean"
-
-    def forward(self, outputs, targets):
-        values = (outputs - targets)[:, 0].square() / 2 + (outputs * targets)[:, 1:].sum(1)
-        return values.sum() if self.reduction == "sum" else values.mean()
-
-
-@woodbury.register_loss(Half)
-class HalfRule(woodbury.LossRule):
-    def values(self, loss, outputs, targets):
-        return (outputs - targets)[:, 0].square() / 2 + (outputs * targets)[:, 1:].sum(1)
+    return (outputs - targets)[:, 0].square() / 2 + (outputs * targets)[:, 1:].sum(1)
 
 
 OWN = {
@@ -53,7 +42,9 @@ OWN = {
     "few-parameters-softmax": lambda: problems.Problem(
         problems.mlp(2, 2, 3), nn.CrossEntropyLoss(), torch.randn(11, 2), torch.randint(3, (11,))
     ),
-    "half": lambda: problems.Problem(problems.mlp(3, 4, 2), Half(), torch.randn(7, 3), torch.randn(7, 2)),
+    "half": lambda: problems.Problem(
+        problems.mlp(3, 4, 2), problems.Own(half), torch.randn(7, 3), torch.randn(7, 2)
+    ),
 }
 PRIOR, NOISE = 0.7, 0.3
 every_name = pytest.mark.parametrize("name", NAMES)
@@ -351,30 +342,6 @@ def test_evidence_without_a_maximum_is_refused():
 
 
 # laplace-torch, an implementation that shares no code
-
-LAPLACE = ["squared", "squared-no-bias", "softmax", "one-layer", "conv-squared"]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", LAPLACE)
-def test_the_same_numbers_as_laplace_torch(name):
-    laplace = pytest.importorskip("laplace")
-    problem = make(name)
-    regression = isinstance(problem.loss, nn.MSELoss)
-    data = torch.utils.data.TensorDataset(problem.inputs, problem.targets)
-    theirs = laplace.Laplace(
-        problem.model,
-        "regression" if regression else "classification",
-        subset_of_weights="all",
-        hessian_structure="full",
-        prior_precision=PRIOR,
-        sigma_noise=NOISE**0.5 if regression else 1.0,
-    )
-    theirs.fit(torch.utils.data.DataLoader(data, batch_size=len(data)))
-    ours, x = make_posterior(problem), new_inputs(problem)
-    _, covariance = theirs._glm_predictive_distribution(x)
-    close(ours.covariance(x), covariance.detach(), 1e-6)
-    assert float(theirs.log_marginal_likelihood()) == pytest.approx(ours.log_evidence, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,6 @@ import bounds
 import problems
 import reference
 import woodbury
-from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.linalg import minimize_quadratic
 
@@ -224,14 +223,6 @@ def test_arguments_that_a_method_fixes_are_refused_by_their_names(method, given)
         method(nn.Linear(3, 2), nn.MSELoss(), **given)
 
 
-@pytest.mark.parametrize(
-    "method", [woodbury.GaussNewton, woodbury.NaturalGradient, woodbury.KFAC, woodbury.HessianFree]
-)
-def test_an_argument_that_no_method_has_is_named_with_the_method(method):
-    with pytest.raises(TypeError, match=f"^{method.__name__} has no argument 'betas': help"):
-        method(nn.Linear(3, 2), nn.MSELoss(), lr=0.1, betas=(0.9, 0.999))
-
-
 # -- Hessian-free --------------------------------------------------------------------------------------
 
 
@@ -250,27 +241,3 @@ def test_progress_rule_stops_early_and_where_martens_says():
     )
     found = minimize_quadratic(lambda x: A @ x, b, torch.zeros(60).double(), progress=eps, max_iterations=200)
     assert found.iterations == expected < 59
-
-
-def pictures():
-    layers = nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
-    inputs, targets = torch.randn(5, 1, 4, 4).double(), torch.randint(3, (5,))
-    return nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), inputs, targets
-
-
-def reused():
-    """A layer called twice, and a head that shares its weight."""
-    model = Parts(lambda m, x: m.b(torch.tanh(m.a(torch.tanh(m.a(x))))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    model.b.weight = model.a.weight
-    return model.double(), nn.MSELoss(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
-
-
-@pytest.mark.parametrize("make", [pictures, reused])
-def test_any_model_has_the_dense_step_without_a_rule(make):
-    model, loss, inputs, targets = make()
-    optimizer = woodbury.HessianFree(model, loss, damping=0.1, progress=0.0, max_iterations=300)
-    expected, B, _ = reference.dense_direction(model, loss, inputs, targets, [0, 3], 0.1, "gauss-newton")
-    p = optimizer.direction(inputs, targets, subset=[0, 3])
-    assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.1)
-    infos = [optimizer.step(inputs, targets) for _ in range(10)]
-    assert 0 < optimizer.iterations <= 300 and infos[0].accepted and infos[-1].loss < infos[0].loss

@@ -8,12 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import bounds
 import problems
 import woodbury
 from fuzz.models import Parts, drawn
 from test_layers import check_rows
-from woodbury._vector import Vector
 from woodbury.model.capture import GraphCapture
 
 
@@ -112,6 +110,8 @@ class Doubled(nn.Linear):
 MSE = nn.MSELoss()
 VECTORS, SQUARE, IMAGES = (5, 4), (5, 5), (5, 2, 3, 3)
 DEPENDS = "depend on what layer '{}' gives for another"
+POWER = Parts(lambda m, x: x.abs() ** m.gain, **drawn(gain=3))
+STATELESS = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
 SHIFTED = Forgetful(lambda m, x: m.gain * x + m.shift, **drawn(gain=3, shift=3))
 
 
@@ -119,7 +119,7 @@ SHIFTED = Forgetful(lambda m, x: m.gain * x + m.shift, **drawn(gain=3, shift=3))
     "model, shape, message",
     [
         (
-            nn.Sequential(nn.Linear(4, 3), Parts(lambda m, x: x.abs() ** m.gain, **drawn(gain=3))),
+            nn.Sequential(nn.Linear(4, 3), POWER),
             VECTORS,
             r"'1\.gain' of Parts.*register_layer.*fallback='autograd'",
         ),
@@ -135,11 +135,7 @@ SHIFTED = Forgetful(lambda m, x: m.gain * x + m.shift, **drawn(gain=3, shift=3))
         (over_samples(nn.LayerNorm(VECTORS), "norm"), VECTORS, "layer 'norm' gives for one sample depends on"),
         (over_samples(nn.Conv1d(5, 5, 1), "a"), VECTORS, "layer 'a' gives for one sample depends on the inputs"),
         (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten()), IMAGES, r"BatchNorm2d '0' is in training mode.*eval"),
-        (
-            nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False)).eval(),
-            VECTORS,
-            r"BatchNorm1d '1' .* keeps no statistics",
-        ),
+        (nn.Sequential(nn.Linear(4, 3), STATELESS).eval(), VECTORS, r"BatchNorm1d '1' .* keeps no statistics"),
         (nn.Sequential(nn.Linear(4, 3), SHIFTED), VECTORS, r"no rows for parameter '1\.shift'"),
         (by_transform(), VECTORS, r"layer 'layer' is called inside a torch.func transform"),
     ],
@@ -157,47 +153,15 @@ def test_sample_axis_must_come_first_and_curvature_be_known():
         woodbury.rows(model, MSE, torch.randn(5, 4), None, forward=lambda m, x: m(x).T)
 
 
-# one for each model: what follows does not depend on the loss
-MODELS = [
-    *("softmax", "logistic", "squared-no-bias", "in-place", "residual", "one-layer", "images", "likelihood"),
-    *("pictures", "sentences", "tokens", "tokens-likelihood", "counts-by-rate", "pixels"),
-]
-every_model = pytest.mark.parametrize("name", MODELS)
+SETTINGS = [{}, {"fallback": "autograd"}, {"momentum": 0.9}, {"search": woodbury.CurvedSearch()}]
 
 
-@every_model
-def test_the_head_of_a_form_is_its_first_rows(name):
-    problem = problems.make(name)
-    made = woodbury.rows(*problem, fallback="autograd")
-    samples = len(problem.targets)
-    row_count = made.row_count // samples * (samples - 1)
-    for form in made.forms.values():
-        head, whole = form.head(row_count), form.dense()
-        assert len(head.new_rows(0)) == row_count
-        assert all(torch.equal(rows, whole[own][:row_count]) for own, rows in head.dense().items())
-        gram = form.gram(form, None, None)
-        bound = bounds.rounding(sum(rows[0].numel() for rows in whole.values())) * float(gram.abs().max())
-        assert (form.gram_head(row_count, None, False) - gram[:row_count]).abs().max() <= bound
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_step_leaves_neither_its_pass_nor_its_optimizer_to_the_garbage_collector(settings, monkeypatch):
+    """A capture holds the graph of a pass: memory must not wait for it.
 
-
-def test_products_with_rows_are_the_same_once_curvature_has_written_them_out():
-    """In the order of the parameters alone: blocks of some of them, or in another order, are not U."""
-    problem = problems.make("squared")
-    names = [name for name, _ in problem.model.named_parameters()]
-    rows = woodbury.rows(*problem)
-    U = rows.dense()
-    v, c = Vector(rows.plan.space, torch.randn(U.shape[1]).double()), torch.randn(len(U)).double()
-    for blocks, is_written in (([names[:1]], False), ([names[::-1]], False), ([names], True)):
-        rows.curvature(rows.row_count, blocks)
-        assert (rows._written is not None) is is_written
-        bound = bounds.rounding(max(U.shape)) * U.norm()
-        assert (rows.matvec(v) - U @ v.flat).norm() <= bound * v.flat.norm()
-        assert (rows.rmatvec(c).flat - U.T @ c).norm() <= bound * c.norm()
-
-
-@pytest.mark.parametrize("fallback", [None, "autograd"])
-def test_a_step_leaves_no_pass_behind(fallback, monkeypatch):
-    """A capture holds the graph of a pass: memory must not wait for the garbage collector."""
+    And an optimizer that it frees while another records a CUDA graph would end that recording.
+    """
     passes, plain = [], GraphCapture.rows
 
     def rows(captured, segments):
@@ -205,28 +169,16 @@ def test_a_step_leaves_no_pass_behind(fallback, monkeypatch):
         return plain(captured, segments)
 
     monkeypatch.setattr(GraphCapture, "rows", rows)
-    layer = nn.Conv1d(1, 2, 3) if fallback is None else Doubled(8, 6)
-    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12 if fallback is None else 6, 2))
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), fallback=fallback)
+    layer = Doubled(8, 12) if "fallback" in settings else nn.Conv1d(1, 2, 3)
+    model, batch = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 2)), (torch.randn(6, 1, 8), torch.randn(6, 2))
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **settings)
+    alive = weakref.ref(optimizer)
     gc.disable()
     try:
         for _ in range(3):
-            optimizer.step(torch.randn(6, 1, 8), torch.randn(6, 2))
-        assert passes and all(reference() is None for reference in passes)
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"search": woodbury.CurvedSearch()}], ids=str)
-def test_a_step_does_not_keep_its_optimizer_alive(settings):
-    """One that the garbage collector frees while another records a CUDA graph would end that recording."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **settings)
-    batch, alive = (torch.randn(6, 3).double(), torch.randn(6, 2).double()), weakref.ref(optimizer)
-    gc.disable()
-    try:
-        optimizer.step(*batch)
-        optimizer.direction(*batch)
+            optimizer.step(*batch)
+            optimizer.direction(*batch)
+        assert len(passes) > 2 and all(reference() is None for reference in passes[1:])  # the first looks around
         del optimizer
         assert alive() is None
     finally:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bounds
 import problems
 import reference
+import test_bare
 import woodbury
 from cases import all_pairs, every_pair
 from checks import random_states, refused, restore, silence, told
@@ -23,7 +24,6 @@ from fuzz.cases import laplacians
 from fuzz.models import Attention, Parts, bare, list_twice
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows, shaken
 from woodbury._vector import flatten
-from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, SumRows
 from woodbury.layers.forms import add_own_product, linear
 
 N = 5
@@ -137,20 +137,6 @@ def tied(width):
     b.weight, d.weight, d.bias = a.weight, c.weight, c.bias
     layers = [part for layer in (a, b, c, d) for part in (layer, nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(width, CLASSES))
-
-
-def test_forms_of_shared_parameters():
-    def forms_of(model, inputs):
-        model.double()(inputs)
-        return woodbury.rows(model, LOSS, inputs, torch.randint(CLASSES, (N,))).forms
-
-    forms = forms_of(words(5, 3, None, tied=True, bias=True, twice=True), torch.randint(5, (N, 3)))
-    assert isinstance(forms["words"], SumRows) and isinstance(forms["head"], SharedRows)
-    assert isinstance(forms["words"].uses[0].form, EmbeddingRows) and len(forms["words"].uses) == 2
-    forms = forms_of(repeated(lambda: nn.Linear(3, 3), 2), batch(3)[0])
-    assert isinstance(forms["0"], SharedRows) and isinstance(forms["5"], OuterRows)
-    forms = forms_of(encoder(), batch(3, 4)[0])
-    assert all("norm" in name for name, form in forms.items() if isinstance(form, ExplicitRows))
 
 
 # Past the rules: most of these need fallback="autograd".
@@ -454,6 +440,10 @@ PAST_THE_RULES = {
         how: (partial(substituted, how), VECTORS, r"layer 'layer' is called with other parameters .*")
         for how in ("computed", "constant", "frozen")
     },
+    **{
+        make.__name__: (make, SEQUENCES, rf"no layer rule covers parameter '{name}' of Parts.*")
+        for make, name in test_bare.PAST_THE_RULES.items()
+    },
     "a power before its registered layer": (lambda: past(True, power=True), VECTORS, OUTSIDE),
     "a power after its registered layer": (lambda: past(False, power=True), VECTORS, OUTSIDE),
 }
@@ -582,6 +572,7 @@ TWO_NAMES = {
     "lstm": (lambda: tied_recurrent(nn.LSTM), SEQUENCES, {}),
     "gru cell": (lambda: tie(nn.GRUCell(4, 4), weight_hh="weight_ih"), VECTORS, {}),
     "parameter list": (lambda: list_twice(4), VECTORS, {"fallback": "autograd"}),
+    "bare": (lambda: list_twice(4, names=True), VECTORS, {"fallback": "autograd"}),
 }
 
 

@@ -222,17 +222,6 @@ def test_estimators_are_compared(name, problem):
         assert 0 < result["log loss"] < 0.4 and result["accuracy"] > 0.9 and result["calibration error"] < 0.2
 
 
-def test_scores_are_those_of_plain_formulas():
-    scores = estimators.score_regression(np.array([0.0, 2.0]), np.array([[1.0, 0.6], [2.5, 0.2]]))
-    assert scores == pytest.approx({"R^2": 1 - 0.625, "error": 0.625**0.5, "inside 95 %": 0.5})
-    assert "inside 95 %" not in estimators.score_regression(np.array([0.0, 2.0]), np.array([[1.0], [2.5]]))
-    labels, p = np.array(["a", "b", "b"]), np.array([[0.75, 0.25], [0.72, 0.28], [0.0, 1.0]])
-    scores = estimators.score_classification(labels, p)
-    # the first two share a bin: their mean probability is 0.735, and one of them is right
-    expected = {"log loss": -np.log([0.75, 0.28, 1.0]).mean(), "accuracy": 2 / 3, "calibration error": 0.47 / 3}
-    assert scores == pytest.approx(expected)
-
-
 def test_the_example_runs(capsys, monkeypatch):
     monkeypatch.setattr(sklearn_diabetes, "LMRegressor", partial(LMRegressor, restarts=1))
     assert sklearn_diabetes.main(folds=2) > 0.4 and "within two standard deviations" in capsys.readouterr().out

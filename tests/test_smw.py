@@ -213,19 +213,6 @@ def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dt
     assert reference.relative_error(*directions) <= bound and reference.relative_error(*moved) <= bound
 
 
-def test_forming_pays_for_large_batches_on_wide_layers_only():
-    def rows(n, width, samples):
-        values = torch.empty(n, width, device="meta")
-        form = OuterRows(values, values, Layout(((n, 1),)))
-        form.affine = True
-        made = Rows.__new__(Rows)
-        made.forms, made.row_count = {"a": form, "b": form}, n
-        return made.forming_pays(samples)
-
-    assert rows(4096, 16384, 1024) and rows(1024, 784, 32)
-    assert not rows(60, 784, 30)
-
-
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("middle", [nn.Identity, lambda: nn.LayerNorm(30)], ids=["chain", "norm"])
 @pytest.mark.parametrize("damping", [1e2, 1e-4, 1e-8, 1e-10])

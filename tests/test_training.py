@@ -81,17 +81,25 @@ def test_without_a_budget_there_are_twenty_epochs_and_a_tolerance_ends_them():
     assert fit.reason == "tolerance" and fit.history[-1]["loss"] <= 0.1 < fit.history[-2]["loss"]
 
 
-def test_the_best_epoch_comes_back_where_the_loss_rose():
+@pytest.mark.parametrize("validation", [None, classes(30, 1)])
+def test_the_best_epoch_comes_back_where_the_loss_rose_and_the_run_stopped_inside_one(validation):
     data, model = classes(), network()
 
     def spoil(fit):  # after the first epoch
         if fit.steps == 7:
             with torch.no_grad():
                 model[2].weight.mul_(-30)
+        return fit.steps == 8
 
-    fit = fitted(model, batches(data), steps=8, callback=spoil)
-    assert fit.best_step == 6 and fit.loss < fit.history[0]["loss"]
-    assert fit.loss == pytest.approx(loss_of(model, data), rel=bounds.rounding(120, dtype=torch.float32))
+    fit, rounding = fitted(model, batches(data), validation=validation, callback=spoil), {"dtype": torch.float32}
+    assert fit.best_step == 6 and fit.loss == pytest.approx(
+        loss_of(model, data), rel=bounds.rounding(120, **rounding)
+    )
+    if validation is None:
+        assert fit.loss < fit.history[0]["loss"]
+    else:
+        judged = loss_of(model, validation), fit.history[0]["validation"]
+        assert [fit.validation] * 2 == pytest.approx(judged, rel=bounds.rounding(30, **rounding))
 
 
 def test_tiny_batches_are_taken_together():

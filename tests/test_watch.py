@@ -14,7 +14,7 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
-from checks import loop_step, refused, silence, told
+from checks import loop_step, refused, told
 from fuzz.models import Parts
 
 N, CLASSES = 12, 3
@@ -83,19 +83,6 @@ def focal(outputs, targets):
     return -((1 - log.exp()) ** 2 * log)
 
 
-class Registered(Parts):
-    """The mean of some values of the samples."""
-
-
-@woodbury.register_loss(Registered)
-class RegisteredRule(woodbury.LossRule):
-    def prepare(self, loss, outputs, targets):
-        return targets
-
-    def values(self, loss, outputs, targets):
-        return loss.values(outputs, targets)
-
-
 def chosen(outputs, targets):
     """The outputs of the targets, without a second derivative."""
     return outputs.gather(1, targets.unsqueeze(1)).squeeze(1)
@@ -114,7 +101,7 @@ VALUES = {  # of each sample, and the loss of a loop; a constant factor is part 
 @every_pair(method=METHODS[:2], curvature_samples=[None, 5], name=list(VALUES), how=["closure", "watch"])
 def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature_samples, name):
     settings, (values, loss) = {"curvature_samples": curvature_samples, "seed": 0, "damping": 0.1}, VALUES[name]
-    registered = Registered(lambda m, outputs, targets: values(outputs, targets).mean(), values=values)
+    registered = problems.Own(values)
     check_steps(*two(how, registered, method=method, **settings), loss, batch("cross entropy"), how, exact=False)
 
 
@@ -385,22 +372,6 @@ def test_copies_watch_their_own_model(copied):
     assert error_of(optimizer, other) == 0
     lone = copied(optimizer.model)
     assert type(lone(inputs)) is torch.Tensor
-
-
-def test_schedulers_and_checkpoints_go_on_in_a_watched_loop():
-    data = batch("squared")
-    optimizer = woodbury.GaussNewton(network(), nn.MSELoss(), watch=True, momentum=0.5)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4)
-    with silence():
-        for _ in range(2):
-            in_loop(optimizer, F.mse_loss, *data, "watch")
-            schedule.step()
-    resumed = woodbury.GaussNewton(copy.deepcopy(optimizer.model), nn.MSELoss(), watch=True, momentum=0.5)
-    resumed.load_state_dict(optimizer.state_dict())
-    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.5
-    for own in (optimizer, resumed):
-        in_loop(own, F.mse_loss, *data, "watch")
-    assert error_of(optimizer, resumed) == 0
 
 
 def test_outputs_in_a_loop_behave_as_tensors():

@@ -24,14 +24,17 @@ from torch.overrides import TorchFunctionMode
 def derivatives_along(function: Callable[..., Any], point: Any, direction: Any, order: int = 2) -> tuple[Any, ...]:
     """f, f'[d], f''[d, d] and so on at a point, for tensors or nestings of tensors."""
 
-    def up_to(order: int, x: Any) -> tuple[Any, ...]:
-        if order == 0:
-            return (function(x),)
-        values, slopes = cast(Any, torch.func.jvp(partial(up_to, order - 1), (x,), (direction,)))
-        return (*values, slopes[-1])
-
     with Corrected():
-        return up_to(order, point)
+        return _up_to(order, function, direction, point)
+
+
+def _up_to(order: int, function: Callable[..., Any], direction: Any, x: Any) -> tuple[Any, ...]:
+    """f to this derivative. No inner function: one that calls itself is a circle, which keeps f alive."""
+    if order == 0:
+        return (function(x),)
+    lower = partial(_up_to, order - 1, function, direction)
+    values, slopes = cast(Any, torch.func.jvp(lower, (x,), (direction,)))
+    return (*values, slopes[-1])
 
 
 _WRONG = {"instance_norm", "det", "linalg_det", "logdet", "slogdet", "linalg_slogdet"}

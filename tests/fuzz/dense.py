@@ -7,7 +7,7 @@ import copy
 
 import torch
 
-from tests.reference import flat
+from tests.reference import flat, rows_of
 
 
 class Dense:
@@ -38,12 +38,7 @@ class Dense:
 
     def jacobian(self, outputs):
         """(n, C, p), one output after the other."""
-        rows = [self.gradient(number, retain_graph=True) for number in outputs.reshape(-1)]
-        return torch.stack(rows).detach().reshape(len(outputs), -1, len(self.theta))
-
-    def gradient(self, value, **options):
-        """Of one number in the parameters."""
-        return flat(torch.autograd.grad(value, list(self.parameters.values()), materialize_grads=True, **options))
+        return rows_of(outputs, list(self.parameters.values())).reshape(len(outputs), -1, len(self.theta))
 
     def value(self, outputs, targets):
         return self.loss(outputs, self.fit_targets(outputs, targets))
@@ -85,7 +80,7 @@ class Dense:
         outputs = torch.cat([self.run(self.model, self.case.inputs(index)) for index in parts])
         targets = None if self.case.targets is None else torch.cat([self.case.target(index) for index in parts])
         value = self.value(outputs, targets)
-        gradient = self.gradient(value)
+        gradient = rows_of(value, list(self.parameters.values()))[0]
         self.put(self.theta)
         return float(value.detach()), gradient
 

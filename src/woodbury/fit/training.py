@@ -3,8 +3,8 @@
     p      minimises the damped model around 0.9 p_prev (momentum)
     theta  moves by alpha p, alpha = rate (1 - share of the budget that is used up)^(1/2)
     lambda = (value + 0.0003) scale of K, the value 0.03 at first, by the Levenberg-Marquardt rule
-    B      is that of this batch and of the three before (`woodbury.optim.memory`)
-    D      the metric of damping and momentum, is Adam's (`woodbury.optim.metric`)
+    B      is that of this batch and of the three before (`woodbury.quadratic.memory`)
+    D      the metric of damping and momentum, is Adam's (`woodbury.quadratic.metric`)
 
 In steps on one or two noisy samples momentum adds up more noise than damping takes away, and the loss runs away:
 batches that predict less than 8 labels, or rows of targets, are taken together.

@@ -165,17 +165,6 @@ def unseen_parameters(plan: Plan, graph: PassGraph, calls: Sequence[Call]) -> di
     outputs. A view counts by its own uses: the derivative of a network in its inputs uses the transposed weight
     once more.
     """
-
-    def uses(node: Any, among: Collection[Any] | None = None) -> int:
-        """How often the nodes behind it, or those of them in `among`, use what a node gives."""
-        total = 0
-        for consumer in graph.consumers.get(node, ()):
-            if among is not None and consumer not in among:
-                continue
-            parents = [parent for parent, _ in consumer.next_functions if parent is not None]
-            total += uses(consumer, among) if len(parents) == 1 and consumer.name() in _VIEWS else 1
-        return total
-
     reached = [call for call in calls if call.edge.node in graph]
     captured = Counter(name for call in reached for name in call.parameters)
     unseen: dict[str, str] = {}
@@ -183,13 +172,24 @@ def unseen_parameters(plan: Plan, graph: PassGraph, calls: Sequence[Call]) -> di
         node = graph.accumulators.get(id(parameter))
         if name in plan.uncovered or node is None:
             continue
-        use_count = uses(node)
+        use_count = _uses(graph, node)
         if use_count > captured[name]:
             # a layer may use it several times in one call
-            inside = [uses(node, _nodes_of(call, reached)) for call in reached if name in call.parameters]
+            inside = [_uses(graph, node, _nodes_of(call, reached)) for call in reached if name in call.parameters]
             if use_count > sum(inside):
                 unseen[name] = plan.block_of[name][0]
     return unseen
+
+
+def _uses(graph: PassGraph, node: Any, among: Collection[Any] | None = None) -> int:
+    """How often the nodes behind it, or those of them in `among`, use what a node gives."""
+    total = 0
+    for consumer in graph.consumers.get(node, ()):
+        if among is not None and consumer not in among:
+            continue
+        parents = [parent for parent, _ in consumer.next_functions if parent is not None]
+        total += _uses(graph, consumer, among) if len(parents) == 1 and consumer.name() in _VIEWS else 1
+    return total
 
 
 def _nodes_of(call: Call, calls: Sequence[Call]) -> set[Any]:
