@@ -394,15 +394,55 @@ def test_memory_that_runs_out_takes_fewer_points_and_loses_nothing(monkeypatch):
     assert fit.history[-1]["loss"] < fit.history[0]["loss"]
 
 
-def test_samples_do_not_grow_beyond_what_memory_holds(monkeypatch):
-    """Where more of them are wanted after any two steps."""
+def test_samples_do_not_grow_beyond_what_memory_and_time_hold(monkeypatch):
+    """Where more of them are wanted after any two steps; one of eight samples takes half a second."""
     monkeypatch.setattr(solving, "LIMITED", 2.0)
+    clock = itertools.count(step=0.5)
+    monkeypatch.setattr(import_module("woodbury.fit.run").time, "perf_counter", lambda: next(clock))
     ends = []
-    for available in (None, 6 * 16 * 25 * 8):  # rows of 16 samples, 25 parameters
+    for available, seconds in (
+        (None, None),
+        (6 * 16 * 25 * 8, None),
+        (None, 4.0),
+    ):  # rows of 16 samples, 25 parameters
         monkeypatch.setattr(solving, "available_bytes", lambda device, own=available: own)
-        fit = fitted(problems.network(1, 8, 1), wave_problem(), steps=5, samples=8)
+        fit = fitted(problems.network(1, 8, 1), wave_problem(), steps=5, samples=8, seconds=seconds)
         ends.append(max(record["samples"] for record in fit.history))
-    assert ends[0] >= 16 > ends[1] == 8
+    assert ends[0] >= 16 > ends[1] == ends[2] == 8
+
+
+@pytest.mark.parametrize("width, at_first", [(1, 256), (3, 85), (8, 64)])
+def test_systems_begin_with_as_many_rows_as_one_equation(width, at_first, monkeypatch):
+    """And a fit that is taken up has the points of one that went on."""
+    monkeypatch.setattr(solving, "LIMITED", 0.0)
+    several = lambda model, x: torch.cat([model(x) - k * x[:, :1] for k in range(width)], 1)  # noqa: E731
+    terms, model = Equations(system=(points, several), edge=(points(5), run_model)), problems.network(2, 80, 1)
+    begun = fitted(model, terms, steps=2)
+    resumed = fitted(model, terms, steps=9, resume=begun)
+    assert [record["samples"] for record in resumed.history] == [at_first] * 8 + [2 * at_first]
+
+
+def test_points_that_stay_are_counted():
+    ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    fit = fitted(problems.network(1, 8, 1), Equations(inside=(ends.repeat(7, 1), run_model)), steps=2)
+    assert fit.samples == 14 and "14 samples per step" in str(fit)
+
+
+def test_weights_follow_the_rows_of_the_first_steps(monkeypatch):
+    """Those of an equation are short in a network that is nearly linear, as if its units were others."""
+
+    class Small(nn.Linear):
+        def forward(self, x):
+            return x + 0.03 * torch.tanh(super().forward(x))
+
+    weights, balance = [], TermSource.balance
+    noted = lambda own, *near: (balance(own, *near), weights.append(own.weights["ends"]))  # noqa: E731
+    monkeypatch.setattr(TermSource, "balance", noted)
+    torch.manual_seed(0)
+    fitted(nn.Sequential(nn.Linear(1, 16), Small(16, 16), nn.Linear(16, 1)).double(), line_problem()[1], steps=5)
+    assert (
+        len(weights) == 4 and weights[0] < 0.01 and max(weights[1:]) > 10 * weights[0]
+    )  # before steps 1, 2, 3, 5
 
 
 @pytest.mark.parametrize(

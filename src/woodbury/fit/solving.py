@@ -283,6 +283,8 @@ class SolvingRun(Run):
         names = list(self.source.sources) if isinstance(self.source, TermSource) else []
         if state["weights"] and set(state["weights"]) != set(names):
             raise ValueError(f"fit: resume is of the terms {list(state['weights'])}, and here are {names}")
+        self.width = state["course"]["width"]
+        self._choose_counts()
         for name in _COURSE:
             setattr(self, name, state["course"][name])
         self.source.weights.update(state["weights"])
