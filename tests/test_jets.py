@@ -14,7 +14,6 @@ import woodbury
 from checks import silence
 from fuzz.models import Parts
 from test_laplacian import build
-from test_search import WrongTwice
 from woodbury.layers.shared import SharedRows
 
 POINTS, PI = 5, math.pi
@@ -294,6 +293,27 @@ def test_modules_that_cannot_run_on_jets_are_told_once_and_differentiated_all_th
     torch.testing.assert_close(found.sum(1), theirs, atol=bound, rtol=0)
     with silence(RuntimeWarning):
         woodbury.laplacian(model, x, weights=(0, 1))
+
+
+class WrongTwice(torch.autograd.Function):
+    """x^2 with a first derivative that forward mode cannot differentiate right."""
+
+    @staticmethod
+    def forward(x):
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_forward(inputs[0].detach().clone())
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * ctx.saved_tensors[0].detach() * tangent
 
 
 def test_what_forward_mode_would_get_wrong_is_an_error():
