@@ -180,7 +180,7 @@ def test_periodic_columns():
     assert woodbury.Periodic(0, 1)(x).shape == (POINTS, 4)
     assert torch.equal(woodbury.Periodic(-1)(x), woodbury.Periodic(1)(x))
     for columns in ((), ([1],), (2,), (0, -3)):
-        with pytest.raises(ValueError, match="Periodic (needs the|has) columns"):
+        with pytest.raises(ValueError, match=r"Periodic (needs the|has) columns"):
             woodbury.Periodic(*columns)(x)
 
 
