@@ -175,10 +175,15 @@ def test_a_step_is_that_of_the_losses_of_deepxde(name):
     assert source.loss() == pytest.approx(total, rel=bounds.rounding(100))
 
 
-def test_nothing_remembered_of_the_training_points_is_used_at_others():
+def test_nothing_remembered_of_the_training_points_is_used_at_others(monkeypatch):
+    """Of the normals alone, and each is computed once."""
+    asked, normal = [], dde.geometry.Rectangle.boundary_normal
+    note = lambda own, x: (asked.extend(map(tuple, x)), normal(own, x))[1]  # noqa: E731
+    monkeypatch.setattr(dde.geometry.Rectangle, "boundary_normal", note)
     model = poisson("dirichlet", "neumann")
     model._outputs_losses(True, *model.data.train_next_batch())
     run, terms = terms_of(model, "as drawn")
+    asked.clear()
     for count in (5, 5, 9):
         x = terms["DirichletBC 1"].draw_some(count)
         assert (x[:, 0] == 1).all() and x[:, 1].unique().numel() > 1
@@ -188,6 +193,8 @@ def test_nothing_remembered_of_the_training_points_is_used_at_others():
         (slopes,) = torch.autograd.grad(model.net(x).sum(), x)
         found = terms["NeumannBC 2"].residual.function(run.solution, x)
         assert float((found - (slopes[:, :1] - torch.sin(x[:, 1:]))).detach().abs().max()) <= bounds.rounding(10)
+        terms["NeumannBC 2"].residual.function(run.solution, x)
+    assert 10 < len(asked) == len(set(asked)) < 20
     assert not dde.gradients.gradients_reverse.jacobian._Jacobians.Js
 
 

@@ -14,7 +14,6 @@ import woodbury
 from checks import silence
 from fuzz.models import Parts
 from test_laplacian import build
-from test_search import WrongTwice
 from woodbury.layers.shared import SharedRows
 
 POINTS, PI = 5, math.pi
@@ -165,7 +164,7 @@ def test_no_derivative_and_wrong_axes():
     assert torch.equal(woodbury.derivatives(model, x, [()])[0], model(x))
     first, twice = woodbury.derivatives(model, x, [(1, 0), (0, 1)])
     assert torch.equal(first, twice)
-    for axes in ([(2,)], [(0,), (-1, 0)]):
+    for axes in ([(2,)], [(0,), (-1, 0)], [0], (0, 0)):
         with pytest.raises(ValueError, match="tuples of numbers from 0 to 1"):
             woodbury.derivatives(model, x, axes)
     assert all(not own.any() for own in woodbury.derivatives(nn.Linear(2, 1).double(), x, [(0, 1), (1, 1, 1)]))
@@ -179,6 +178,10 @@ def test_periodic_columns():
     shift = torch.tensor([3.0, 0.0], dtype=x.dtype)
     torch.testing.assert_close(module(x + shift), module(x), atol=bounds.rounding(1, 2 * PI * 3), rtol=0)
     assert woodbury.Periodic(0, 1)(x).shape == (POINTS, 4)
+    assert torch.equal(woodbury.Periodic(-1)(x), woodbury.Periodic(1)(x))
+    for columns in ((), ([1],), (2,), (0, -3)):
+        with pytest.raises(ValueError, match=r"Periodic (needs the|has) columns"):
+            woodbury.Periodic(*columns)(x)
 
 
 # Rows
@@ -280,7 +283,7 @@ HINDERED = {
     "transform": (lambda parts, x: torch.func.vmap(parts.net)(x), net_alone, "torch.func transform"),
     "inner": (
         lambda parts, x: woodbury.laplacian(parts.net, x).laplacian, laplacian_by_autograd,
-        "derivatives of derivatives",
+        r"use woodbury\.derivatives",
     ),
 }  # fmt: skip
 
@@ -294,6 +297,51 @@ def test_modules_that_cannot_run_on_jets_are_told_once_and_differentiated_all_th
     torch.testing.assert_close(found.sum(1), theirs, atol=bound, rtol=0)
     with silence(RuntimeWarning):
         woodbury.laplacian(model, x, weights=(0, 1))
+
+
+def test_a_function_that_is_made_again_is_told_of_once():
+    net, x = build(network), draw()
+    with pytest.warns(RuntimeWarning, match=r"use woodbury\.derivatives") as told:
+        for _ in range(3):
+            found = woodbury.laplacian(lambda x: woodbury.laplacian(net, x).laplacian, x).laplacian
+    assert [own.filename for own in told if own.category is RuntimeWarning] == [__file__]
+    terms = [(0, 0, 0, 0), (0, 0, 1, 1), (0, 0, 1, 1), (1, 1, 1, 1)]
+    known = references(net, x, terms)
+    expected, bound = sum(known[own][0] for own in terms), sum(known[own][1] for own in terms)
+    torch.testing.assert_close(found.sum(1), expected, atol=bound, rtol=0)
+
+
+def test_a_value_and_its_derivatives_have_one_mask_of_dropout():
+    model, x = build(between(lambda parts, x: F.dropout(x.sin(), 0.5))), draw()
+    torch.manual_seed(1)
+    mask = F.dropout(torch.ones(POINTS, 4, dtype=x.dtype), 0.5)
+    assert 0 < int((mask == 0).sum()) < mask.numel()
+    masked = nn.Sequential(model[0], Parts(lambda parts, x: mask * x.sin()), model[2])
+    for derive in (woodbury.laplacian, lambda model, x: woodbury.derivatives(model, x, AXES)):
+        torch.manual_seed(1)
+        for ours, theirs in zip(derive(model, x), derive(masked, x), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=bounds.rounding(1), rtol=0)
+
+
+class WrongTwice(torch.autograd.Function):
+    """x^2 with a first derivative that forward mode cannot differentiate right."""
+
+    @staticmethod
+    def forward(x):
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_forward(inputs[0].detach().clone())
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * ctx.saved_tensors[0].detach() * tangent
 
 
 def test_what_forward_mode_would_get_wrong_is_an_error():

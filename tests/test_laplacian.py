@@ -174,6 +174,9 @@ def test_what_cannot_be_is_named():
     model = build(network)
     with pytest.raises(ValueError, match=r"shape \(n, d\), one row per point, not \(2,\)"):
         woodbury.laplacian(model, draw()[0])
+    for points in (draw().numpy(), {"x": draw()}, [draw()]):
+        with pytest.raises(TypeError, match=f"must be a tensor.*not {type(points).__name__}"):
+            woodbury.laplacian(model, points)
     for weights in ((1.0,), torch.ones(POINTS), torch.ones(2, 3)):
         with pytest.raises(ValueError, match=r"give one per axis, \(2,\), or a tensor"):
             woodbury.laplacian(model, draw(), weights)

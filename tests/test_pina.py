@@ -9,7 +9,7 @@ from torch import nn
 import bounds
 import reference
 import woodbury
-from checks import refused
+from checks import refused, silence
 from woodbury._vector import flatten
 
 pytest.importorskip("lightning")
@@ -105,7 +105,8 @@ def test_a_run_finds_the_solution_and_the_unknown():
     given = problem()
     solver = PINN(given, network())
     trainer = Trainer(solver, max_epochs=100, **SILENT)
-    trainer.train()
+    with silence(UserWarning, ".*no optimizer"):
+        trainer.train()
     assert float(trainer.callback_metrics["train_loss"]) < 0.01
     assert set(trainer.callback_metrics) >= {"inside_loss", "edge_loss", "known_loss"}
     assert abs(float(given.unknown_parameters["rate"]) - 18) < 0.5
@@ -117,6 +118,8 @@ def test_what_cannot_be_taken_is_named():
         PINN(problem(), network(), weighting=SelfAdaptiveWeighting())
     with pytest.raises(ValueError, match="not a mean of squares"):
         PINN(problem(), network(), loss=nn.L1Loss())
+    with pytest.raises(TypeError, match="its own optimizer: leave out optimizer"):
+        PINN(problem(), network(), optimizer=None)
     solver = PINN(problem(Equation(lambda x, u, p: u / 0)), network())
     with refused(solver.model, "the loss is"):
         Trainer(solver, max_epochs=1, **SILENT).train()

@@ -221,15 +221,21 @@ WRONG = {
         (points, lambda m, x: torch.autograd.grad(m(x.requires_grad_()).sum(), x)[0] + x),
         "'odd' does not depend on the parameters.*create_graph",
     ),
+    "no columns": (
+        (lambda count: points(count)[:, :1].split(1, 1) * 2, run_model),
+        "'odd'.*join columns by torch.cat",
+    ),
+    "(n,) with (n, 1)": ((points, lambda m, x: m(x)[:, :1] - x[:, 0]), r"'odd' gives \(n, n\) numbers"),
     "mixed samples": ((points, lambda m, x: m(x) - m(x).mean()), "'odd'.*mixes the samples"),
 }
 
 
+@pytest.mark.parametrize("weight", [(), (1.0,)], ids=["balanced", "given"])
 @pytest.mark.parametrize("name", WRONG)
-def test_errors_name_the_term(name):
+def test_errors_name_the_term(name, weight):
     term, message = WRONG[name]
     model = make_net()
-    equations = Equations(even=(points, lambda m, x: m(x) - 1, 1.0), odd=(*term, 1.0))
+    equations = Equations(even=(points, lambda m, x: m(x) - 1, *weight), odd=(*term, *weight))
     terms = TermSource(model, equations.terms)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), forward=terms.forward, fallback="autograd")
     with refused(model, message):
@@ -323,8 +329,15 @@ def test_a_fit_tells_of_a_derivative_without_a_graph_and_of_parameters_that_stay
         texts = [text for text in texts if "term 'odd'" in text]
         assert len(texts) == len(expected) and all(map(str.__contains__, texts, expected))
     rate.requires_grad_(False)
+
+    def forced(model, x):  # by the derivative of a known function
+        known = x.detach().clone().requires_grad_()
+        return by_hand(model, x, keep=True) + torch.autograd.grad(known.sin().sum(), known)[0]
+
     with silence(UserWarning, "fit: term"):
-        fitted(model, Equations(odd=(x, partial(by_hand, keep=True))), steps=1)
+        fitted(model, Equations(odd=(x, forced)), steps=1)
+    with pytest.warns(UserWarning, match=r"'odd' gives \(n, n\) numbers"):
+        fitted(model, Equations(odd=(x, lambda model, _: model(_) - x[:, 0])), steps=1)
 
 
 @pytest.mark.parametrize(
@@ -415,6 +428,7 @@ def test_samples_do_not_grow_beyond_what_memory_and_time_hold(monkeypatch):
 def test_systems_begin_with_as_many_rows_as_one_equation(width, at_first, monkeypatch):
     """And a fit that is taken up has the points of one that went on."""
     monkeypatch.setattr(solving, "LIMITED", 0.0)
+    monkeypatch.setattr(solving, "LOOKS", {})  # no plain steps
     several = lambda model, x: torch.cat([model(x) - k * x[:, :1] for k in range(width)], 1)  # noqa: E731
     terms, model = Equations(system=(points, several), edge=(points(5), run_model)), problems.network(2, 80, 1)
     begun = fitted(model, terms, steps=2)

@@ -84,8 +84,23 @@ def _without_cache(bc: Any) -> Any:
     for name in ("func", "boundary_normal"):
         function: Any = getattr(bc, name, None)
         if getattr(getattr(function, "__code__", None), "co_name", "") == "wrapper_cache":
-            setattr(own, name, lambda X, start, end, _, bare=function.__wrapped__: bare(X[start:end]))
+            bare = function.__wrapped__ if name == "func" else _remember(function.__wrapped__)
+            setattr(own, name, lambda X, start, end, _, bare=bare: bare(X[start:end]))
     return own
+
+
+def _remember(normals: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """The same, computed once for each point: of some geometries this takes most of the time."""
+    known: dict[bytes, Tensor] = {}
+
+    def of(X: Any) -> Tensor:
+        keys = [x.tobytes() for x in X]
+        new = {key: x for key, x in zip(keys, X, strict=True) if key not in known}
+        if new:
+            known.update(zip(new, normals(np.stack([*new.values()])), strict=True))
+        return torch.stack([known[key] for key in keys])
+
+    return of
 
 
 class Problem:
@@ -101,6 +116,7 @@ class Problem:
         self.weights = np.broadcast_to(np.asarray(weights, float), len(losses)).tolist()
         if min(self.weights) < 0:
             raise ValueError(f"deepxde.fit: loss_weights must not be negative, got {self.weights}")
+        self.conditions = [_without_cache(bc) for bc in self.data.bcs]
         self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
         domain = getattr(self.data.geom, "timedomain", self.data.geom)
         has_time = isinstance(domain, dde.geometry.TimeDomain) and self.equations
@@ -129,7 +145,7 @@ class Problem:
             terms["equation"] = (source, function, None if balanced else 1.0)
         ends = np.cumsum([0, *data.num_bcs])
         for place, bc in enumerate(data.bcs):
-            weight, own = self.weights[self.equations + place], _without_cache(bc)
+            weight, own = self.weights[self.equations + place], self.conditions[place]
             source = _arrange(bc, data.train_x[ends[place] : ends[place + 1]], like)
             if isinstance(bc, _SETS):  # what is measured is subtracted later
                 own.values, values = 0.0, bc.values.to(like)

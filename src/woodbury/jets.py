@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from woodbury._process import has_global_hook, hooks_of
+from woodbury._process import has_global_hook, hooks_of, level_of_caller
 from woodbury.taylor import FORMULAS, taylor_coefficients
 
 Parts = list[Any]  # coefficients by degree, from 1 on: tensors (n, m_k, ...), None where all are zero
@@ -322,6 +322,9 @@ _RULES: dict[str, Function] = {
     "square": lambda func, a: _power(func, a, 2),
     "sqrt": lambda func, a: _power(func, a, 0.5),
     "reciprocal": lambda func, a: _power(func, a, -1),
+    "dropout": lambda func, jet, p, training, inplace: (  # one mask for the value and its derivatives
+        NotImplemented if inplace else jet * func(torch.ones_like(jet.value), p, training)
+    ),
     "linear": _linear,
 }
 _PLAIN = frozenset(  # what does not depend on derivatives
@@ -335,7 +338,7 @@ _PLAIN = frozenset(  # what does not depend on derivatives
 
 # -- modules --------------------------------------------------------------------------------------------------
 
-_FORWARD_MODE: WeakSet[Function] = WeakSet()  # those that were found not to run on jets
+_FORWARD_MODE: WeakSet[Any] = WeakSet()  # those that were found not to run on jets, and the code of functions
 
 
 def run(module: Function, jet: Jet) -> Jet:
@@ -358,13 +361,15 @@ def run(module: Function, jet: Jet) -> Jet:
     except Exception as error:
         reason = error
     outputs = _push(module, [jet])  # an error of the model's own comes again here
-    _FORWARD_MODE.add(module)
-    warnings.warn(
-        f"derivatives of {kind.__name__} in its inputs go through nested forward mode, which is several times "
-        f"slower: {reason}",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+    code = getattr(module, "__code__", module)  # a lambda is a new function each time
+    if code not in _FORWARD_MODE:
+        warnings.warn(
+            f"derivatives of {kind.__name__} in its inputs go through nested forward mode, which is several times "
+            f"slower: {reason}",
+            RuntimeWarning,
+            stacklevel=level_of_caller(),
+        )
+    _FORWARD_MODE.update((module, code))
     return outputs
 
 

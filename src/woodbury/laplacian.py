@@ -67,9 +67,9 @@ def derivatives(model: Function, points: Tensor, axes: Sequence[Sequence[int]]) 
     Models, layer rules and what has no rule are as with `laplacian`.
     """
     n, d = _check(points)
-    wanted = [tuple(sorted(own)) for own in axes]
+    wanted = [tuple(sorted(own)) if hasattr(own, "__iter__") else (d,) for own in axes]
     if any(axis not in range(d) for own in wanted for axis in own):
-        raise ValueError(f"axes are {[tuple(own) for own in axes]}: give tuples of numbers from 0 to {d - 1}")
+        raise ValueError(f"axes are {axes}: give a list of tuples of numbers from 0 to {d - 1}, such as [(0, 0)]")
     kind = _Chosen(wanted)
     if not kind.widths:
         return tuple(model(points) for _ in wanted)
@@ -82,10 +82,12 @@ def derivatives(model: Function, points: Tensor, axes: Sequence[Sequence[int]]) 
 
 
 def _check(points: Tensor) -> torch.Size:
+    if not isinstance(points, Tensor):
+        raise TypeError(f"points must be a tensor (n, d), one row per point, not {type(points).__name__}")
     if points.dim() != 2:
         raise ValueError(f"points must have the shape (n, d), one row per point, not {tuple(points.shape)}")
     if isinstance(points, Jet):
-        raise NoRuleError("derivatives of derivatives")
+        raise NoRuleError("derivatives of derivatives: use woodbury.derivatives(model, x, [(0, 0, 0, 0)])")
     return points.shape
 
 

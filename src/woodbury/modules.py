@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,12 +31,16 @@ class Periodic(nn.Module):
 
     def __init__(self, *columns: int, period: float = 2.0, harmonics: int = 1) -> None:
         super().__init__()
+        if not columns or not all(isinstance(own, Integral) for own in columns):
+            raise ValueError(f"Periodic needs the columns by their numbers, Periodic(0, 1), got {columns}")
         self.columns, self.period, self.harmonics = columns, period, harmonics
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = []
+        parts, d = [], x.shape[-1]
+        if not all(-d <= own < d for own in self.columns):
+            raise ValueError(f"Periodic has columns {self.columns}, and inputs the shape {tuple(x.shape)}")
         for column, own in enumerate(x.split(1, -1)):
-            if column in self.columns:
+            if column in self.columns or column - d in self.columns:
                 angles = [2 * math.pi * k / self.period * own for k in range(1, self.harmonics + 1)]
                 parts += [wave for angle in angles for wave in (torch.cos(angle), torch.sin(angle))]
             else:

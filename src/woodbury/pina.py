@@ -55,7 +55,11 @@ class PINN(PhysicsInformedSingleModelSolver):
 
     _params: Any  # the unknown parameters of the problem, by name
 
-    def __init__(self, problem: Any, model: nn.Module, weighting: Any = None, loss: Any = None) -> None:
+    def __init__(
+        self, problem: Any, model: nn.Module, weighting: Any = None, loss: Any = None, **others: Any
+    ) -> None:
+        if others:
+            raise TypeError(f"woodbury.pina: PINN brings its own optimizer: leave out {', '.join(others)}")
         if weighting is not None and not isinstance(weighting, ScalarWeighting):
             raise ValueError(f"woodbury.pina: weights of {type(weighting).__name__} change: use ScalarWeighting")
         if loss is not None and (type(loss) is not nn.MSELoss or loss.reduction != "mean"):
@@ -64,8 +68,8 @@ class PINN(PhysicsInformedSingleModelSolver):
         self.automatic_optimization = False
         self.gauss_newton: GaussNewton | None = None
 
-    def configure_optimizers(self) -> None:
-        """None that Lightning has to know; unknown parameters have been moved to the device by now."""
+    def configure_optimizers(self) -> list[Any]:
+        """None that Lightning has to know: []; unknown parameters have been moved to the device by now."""
         solution = _Solution(self.model, self._params)
         is_single = all(own.dtype == torch.float32 for own in solution.parameters())
         self.gauss_newton = GaussNewton(
@@ -78,6 +82,7 @@ class PINN(PhysicsInformedSingleModelSolver):
         )
         use_search(self.gauss_newton, False)
         self.losses: list[float] = []  # before each plain step
+        return []
 
     def training_step(self, batch: Sequence[tuple[str, Mapping[str, Any]]], batch_idx: int) -> Tensor:
         """Log the losses as PINA does, and take a step."""

@@ -198,6 +198,8 @@ class _Source:
                 raise
             except (RuntimeError, TypeError, AttributeError) as error:
                 fault = _batch.fault_of_types(error, batch[0], batch[2].dtype) or error
+                if batch[1] is not None and batch[1].shape == getattr(batch[0], "shape", None):
+                    fault = f"{fault}. Two tensors are inputs and targets: join columns by torch.cat"
                 raise ValueError(f"fit: term {self.name!r}: {fault}") from error
         except (TypeError, AttributeError) as error:
             raise ValueError(f"fit: term {self.name!r}: {error}") from error
@@ -295,16 +297,17 @@ class TermSource:
         return sum(self.weights[name] * own for name, own in self.mean_squares().items())
 
     def _batch(self, count: int, by_residual: bool = False, decline: float = 0.0) -> Data:
-        if is_new := not self.weights:
-            self.balance()
-        parts, widths = {}, {}
+        is_new, parts, widths = not self.weights, {}, {}
         drawn = [name for name, source in self.sources.items() if source.draw_some is not None]
         leading = drawn[0] if drawn else next(iter(self.sources))
         for name, source in self.sources.items():
             own = count if name == leading else max(count // FEWER, min(count, PROBE))
             parts[name], widths[name] = self._points(source, own, by_residual, decline)
             if is_new:
-                check_derivatives(self.model, *_batch.part(parts[name], slice(0, FEW), len(parts[name][3])))
+                few = _batch.part(parts[name], slice(0, FEW), found := len(parts[name][3]))
+                check_derivatives(self.model, (found, widths[name]), *few)
+        if is_new:  # by copies: what was seen is that of the parts
+            replace(self, sources={name: replace(own) for name, own in self.sources.items()}).balance()
         self.points, self.width = len(parts[leading][3]), widths[leading] if self.has_terms else 1
         if len(parts) == 1:
             return parts[leading], None
