@@ -206,6 +206,8 @@ def test_steps_in_the_metric_of_the_diagonal_do_not_change_with_the_unit_of_a_pa
     U = U / U.norm(dim=0)
     condition = bounds.condition(U.T @ U, torch.linalg.svdvals(U)[-1] ** 2)
     bound = bounds.rounding(len(x), condition, steps)  # of the outputs: of the root of a loss beside the first's
+    if policy == "search":  # the bend has half of its digits
+        bound += steps * torch.finfo(torch.float64).eps ** 0.5
     for first, second in zip(*losses, strict=True):
         assert abs(first - second) <= bound * math.sqrt(second * losses[0][0])
     assert losses[0][-1] < lowest * losses[0][0]

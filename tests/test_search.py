@@ -23,6 +23,7 @@ from test_layers import check_ratio
 from woodbury import _random
 from woodbury.linalg import minimize_nonnegative
 from woodbury.losses.rules import ScaledLoss
+from woodbury.model import tangents
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
@@ -101,7 +102,7 @@ def test_nothing_better_than_staying_is_a_length_of_0():
         *((nn.Tanh, (scale(3),), last) for last in ((), (nn.Tanh(),), (scale(2),))),
     ],
 )
-def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(kind, first, last):
+def test_derivatives_along_p_agree_by_hand_and_from_other_passes(kind, first, last):
     layers = nn.Linear(3, 5), kind(), nn.Linear(5, 4, bias=False), kind(), nn.Linear(4, 2)
     model = nn.Sequential(*first, *layers, *last).double()
     inputs = torch.randn(7, 3, dtype=torch.float64)
@@ -110,10 +111,7 @@ def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(ki
         by_hand = read_chain(plan, model).run(inputs)
     captured = capture(plan, call_model, inputs, 7)
     vectors = [{name: torch.randn_like(own) for name, own in model.named_parameters()} for _ in range(3)]
-    images = [captured.push_forward(vectors)]  # by forward mode
-    assert plan.findings.has_forward_mode
-    plan.findings.has_forward_mode = False
-    images.append(captured.push_forward(vectors))  # J^T u, differentiated in u
+    images = captured.push_forward(vectors), tangents.push_forward_again(captured, vectors)
     first, second = by_hand.push_forward(vectors), by_hand.second_derivative(vectors[0])
     p = reference.flat(vectors[0].values())
     along = outputs_along(model, inputs, p)
@@ -157,7 +155,7 @@ def test_derivatives_along_a_parameter_that_the_function_holds_by_itself():
         first, second = captured.push_forward([along])[0], captured.second_derivative(along)
         assert reference.relative_error(first, 2 * rate.item() * outputs) <= bounds.rounding(len(outputs))
         torch.testing.assert_close(second, 2 * outputs, rtol=1e-5, atol=1e-5)  # by differences
-        assert plan.findings.can_exchange is reaches
+        assert captured._can_exchange is reaches
 
 
 def of_rung(problem, search, steps=1, dtype=torch.float64):
@@ -479,7 +477,7 @@ def slope_of(model, x):
     return slope
 
 
-def test_a_model_that_forward_mode_cannot_take_is_searched_too():
+def test_a_model_that_torch_func_cannot_take_is_searched_too():
     model, inputs = problems.mlp(2, 4, 1).double(), torch.randn(6, 2, dtype=torch.float64)
     problem = problems.Problem(model, nn.MSELoss(), inputs, torch.randn(6, 2, dtype=torch.float64))
     other = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
@@ -491,7 +489,7 @@ def test_a_model_that_forward_mode_cannot_take_is_searched_too():
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=MILD, forward=slope_of, fallback="autograd")
     direction = reference.flat(optimizer.direction(inputs, problem.targets, held_out=other).values())
     info = optimizer.step(inputs, problem.targets, held_out=other)
-    assert info.accepted and not optimizer._plan().findings.has_forward_mode
+    assert info.accepted
     # y'' is known to sqrt(eps) |p|^2 / |theta|^2 of the outputs, or to the next term of the series
     points = points_of(info, p, bend, corrected)
     assert min(reference.relative_error(direction, point) for point in points) < 1e-5

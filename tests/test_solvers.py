@@ -10,6 +10,7 @@ import problems
 import processes
 import reference
 import woodbury
+from checks import refused
 from fuzz.models import Parts
 from test_layers import METHODS
 from woodbury import linalg
@@ -239,3 +240,29 @@ def test_full_precision_holds_inside_and_leaves_the_users_setting_alone(setting)
         pytest.skip("this torch has no fp32_precision")
     done = processes.run_alone(check_full_precision, setting)  # torch cannot go back to the older settings
     assert done.returncode == 0, done.stderr
+
+
+class Once(torch.autograd.Function):
+    """tanh, as an extension may have it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.tanh())
+        return x.tanh()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0].square())
+
+
+def test_what_can_be_differentiated_once_is_refused_where_products_need_more():
+    model = Parts(lambda m, x: m.b(Once.apply(m.a(x))), a=nn.Linear(4, 5), b=nn.Linear(5, 3)).double()
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    loss, plain = nn.CrossEntropyLoss(), Parts(lambda m, x: m.b(torch.tanh(m.a(x))), a=model.a, b=model.b)
+    right, ours = (woodbury.GaussNewton(own, loss).direction(inputs, targets) for own in (plain, model))
+    assert reference.relative_error(reference.flat(ours.values()), reference.flat(right.values())) < 1e-12
+    for optimizer in (woodbury.GaussNewton(model, loss, solver="products"), woodbury.HessianFree(model, loss)):
+        for call in (optimizer.step, optimizer.verify):
+            with refused(model, "cannot be differentiated twice.*once_differentiable"):
+                call(inputs, targets)

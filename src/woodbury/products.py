@@ -16,27 +16,54 @@ from woodbury._vector import Parts, Space, Vector, norm
 from woodbury.device.scalars import Scalar
 from woodbury.losses.factors import Factor
 
+OFF = 0.05  # of a product that is computed in two ways: more than bfloat16 inside a model makes
+
 
 def jacobian_products(
     outputs: Tensor, parameters: Mapping[str, Tensor]
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """v -> J v for outputs attached to the graph, by differentiating J^T u in u; what v lacks counts as zero."""
+    """v -> J v for outputs attached to the graph, by differentiating J^T u in u; what v lacks counts as zero.
+
+    Raises an error if <u, J v> is not <J^T u, v>, for the first v that is not 0, on a CPU: then something in the model has a
+    gradient that autograd cannot follow back to u.
+    """
     with torch.enable_grad():
-        probe = torch.zeros_like(outputs, requires_grad=True)
+        u = torch.arange(1.0, outputs.numel() + 1, dtype=outputs.dtype, device=outputs.device).cos()
+        u = u.view_as(outputs).requires_grad_()
         transposed = torch.autograd.grad(
-            outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
+            outputs, list(parameters.values()), u, create_graph=True, materialize_grads=True
         )
+    images = dict(zip(parameters, transposed, strict=True))
     # without a grad_fn: zeros, for a parameter that the outputs do not depend on
-    used = {name: image for name, image in zip(parameters, transposed, strict=True) if image.grad_fn is not None}
+    used = {name: image for name, image in images.items() if image.grad_fn is not None}
+    is_checked = outputs.is_cuda
 
     def product(vector: Mapping[str, Tensor]) -> Tensor:
+        nonlocal is_checked
         names = [name for name in used if name in vector]
-        if not names:
-            return torch.zeros_like(probe)
-        images, vectors = [used[name] for name in names], [vector[name] for name in names]
-        return torch.autograd.grad(images, probe, vectors, retain_graph=True)[0]
+        result = torch.zeros_like(outputs)
+        if names:
+            along = [vector[name] for name in names]
+            (result,) = torch.autograd.grad([used[name] for name in names], u, along, retain_graph=True)
+        is_checked = is_checked or _check_adjoint(u, result, images, vector)
+        return result
 
     return product
+
+
+def _check_adjoint(u: Tensor, result: Tensor, images: Mapping[str, Tensor], vector: Mapping[str, Tensor]) -> bool:
+    """Whether the vector was long enough to tell."""
+    pairs = [(images[name].detach().double(), own.double()) for name, own in vector.items() if name in images]
+    ours = float((u.detach() * result).sum())
+    theirs = float(sum((image * own).sum() for image, own in pairs))
+    rounding = torch.finfo(u.dtype).eps ** 0.5 * float(sum(image.norm() * own.norm() for image, own in pairs))
+    if abs(ours - theirs) > max(OFF * abs(theirs), OFF * abs(ours), rounding):
+        raise ValueError(
+            "the model cannot be differentiated twice: a torch.autograd.Function in it has a backward that "
+            "autograd does not follow (once_differentiable, or NumPy inside). Write it with torch's own "
+            "functions, or take steps that form rows, GaussNewton(..., solver='cholesky') without held-out samples"
+        )
+    return rounding > 0
 
 
 def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], weights: Tensor) -> Parts:

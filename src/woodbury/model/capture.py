@@ -29,7 +29,7 @@ from woodbury.model.chain import Back, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, WrittenRows, grads_of_many, outputs_agree, tells_little
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled, unseen_parameters
 from woodbury.model.plan import FAST_PATHS, Layer, Plan
-from woodbury.products import jacobian_products, transposed_jacobian_product
+from woodbury.products import transposed_jacobian_product
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -249,15 +249,10 @@ class GraphCapture(Pass):
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
-        plan = self.plan
-        if plan.findings.has_forward_mode and self._can_exchange:
-            with casting(self.autocast, plan):
-                images = tangents.push_forward(self, vectors)
-            if images is not None:
-                return images
-            plan.findings.has_forward_mode = False
-        product = jacobian_products(self.outputs, plan.parameters)
-        return torch.stack([product(vector) for vector in vectors])
+        if self.plan.device.type == "cuda" and self._can_exchange:
+            with casting(self.autocast, self.plan):
+                return tangents.push_forward_again(self, vectors)
+        return tangents.push_forward(self, vectors)
 
     def second_derivative(self, vector: Parts) -> Tensor:
         """d^2/dt^2 y(theta + t p) at t = 0, (n, C). Call it with the random numbers of the pass."""

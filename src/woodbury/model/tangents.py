@@ -1,13 +1,12 @@
 """Derivatives of the outputs along vectors p of parameters: J p, and y'' = d^2/dt^2 y(theta + t p) at t = 0.
 
-J p comes from forward mode, by torch.func; where that cannot transform the model (one that calls
-torch.autograd.grad, a custom Function), by differentiating J^T u in u. y'' comes from two more passes:
+J p comes from differentiating J^T u in u (`woodbury.products`), y'' from two more passes:
 
     y'' = (y(theta + h p) - 2 y(theta) + y(theta - h p)) / h^2 ,    h |p| = eps^(1/4) |theta|
 
 Its error is about sqrt(eps) of the outputs times |p|^2 / |theta|^2, as rounding and the next term of the series
-are both of that size: half of the digits, and the bend of a path needs no more. (Nested forward mode takes more
-time, and some of torch's formulas are wrong there, without a warning.)
+are both of that size: half of the digits, and the bend of a path needs no more. (Forward mode takes more time for
+either, seconds to import, and some of torch's formulas are wrong where it is nested, without a warning.)
 """
 
 from __future__ import annotations
@@ -20,38 +19,31 @@ from torch import Tensor
 
 from woodbury import _vector
 from woodbury._vector import Parts
-from woodbury.layers.maps import plain_attention
-from woodbury.model.fallback import Pass, no_batching_warnings
+from woodbury.model.fallback import Pass
+from woodbury.products import jacobian_products
 
 MovedOutputs = Callable[[Parts], Tensor]  # the outputs after a change of the parameters
 
 
-def push_forward(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor | None:
-    """J p of each vector, (k, n, C), in one batched pass.
+def push_forward(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor:
+    """J p of each vector, (k, n, C), from the graph of the pass."""
+    product = jacobian_products(forward_pass.outputs, forward_pass.plan.parameters)
+    return torch.stack([product(vector) for vector in vectors])
 
-    None where torch.func cannot transform the model, or gives other outputs.
-    """
-    samples = len(forward_pass.outputs)
 
-    def push(point: Parts, directions: Parts, inputs: Any) -> Any:
-        def along(values: Parts) -> Tensor:
-            return forward_pass.run_with(values, inputs).reshape(samples, -1)
+def push_forward_again(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor:
+    """The same from another pass, recorded with what follows from it."""
 
-        jvp: Any = torch.func.jvp
-        values, images = torch.func.vmap(lambda own: jvp(along, (point,), (own,)), randomness="same")(directions)
-        return values[0], images
+    def push(point: Parts, directions: Sequence[Parts], inputs: Any) -> Tensor:
+        with torch.enable_grad():
+            values = {name: own.detach().requires_grad_() for name, own in point.items()}
+            outputs = forward_pass.run_with(values, inputs).reshape(forward_pass.outputs.shape)
+        product = jacobian_products(outputs, values)
+        return torch.stack([product(vector) for vector in directions])
 
-    parameters = forward_pass.plan.parameters
-    point = {name: parameter.detach() for name, parameter in parameters.items()}
-    directions = {name: torch.stack([own[name] for own in vectors]) for name in parameters}
-    try:
-        with no_batching_warnings, torch.no_grad(), plain_attention:
-            outputs, images = forward_pass.repeat("push", push, point, directions, forward_pass.inputs)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # whatever torch.func does not like
-        return None
-    return images if forward_pass.gives(outputs) else None
+    point = {name: own.detach() for name, own in forward_pass.plan.parameters.items()}
+    images: Tensor = forward_pass.repeat("push", push, point, list(vectors), forward_pass.inputs)
+    return images.detach()
 
 
 def second_derivative(forward_pass: Pass, run: MovedOutputs, vector: Parts, precision: torch.dtype) -> Tensor:

@@ -180,7 +180,8 @@ class Step:
         """Inside, passes through the model can be differentiated as often as the method does, or twice."""
         if self.problem.passes.chain is not None:
             return torch.no_grad()  # by hand
-        twice = twice or not self.context.settings.solver.forms_rows
+        settings = self.context.settings
+        twice = twice or not settings.solver.forms_rows or settings.search is not None
         return plain_attention if twice else nullcontext()
 
 
