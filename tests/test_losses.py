@@ -166,7 +166,7 @@ def test_unsupported_losses_and_options_are_refused_by_name(loss, option):
             nn.BCEWithLogitsLoss(),
             (4, 3),
             torch.ones(4).long(),
-            "must be equal. For class indices use CrossEntropyLoss$",
+            "must be equal. For class indices use CrossEntropyLoss, or a rule of your own that defines prepare$",
         ),
         (nn.CrossEntropyLoss(weight=torch.ones(4)), (4, 3), torch.zeros(4).long(), r"weight.*\(4,\).*3 classes"),
         (nn.NLLLoss(), (4, 3), torch.zeros(4).long(), "logsumexp.*LogSoftmax.*CrossEntropyLoss"),
@@ -183,6 +183,18 @@ def test_unsupported_losses_and_options_are_refused_by_name(loss, option):
 def test_wrong_targets_are_refused(loss, outputs, targets, message):
     with pytest.raises(ValueError, match=message):
         loss_rule(loss).prepare(loss, torch.zeros(outputs), targets)
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_class_weights_may_have_another_type_than_the_model(kind):
+    x, t, weight = torch.randn(9, 2).double(), torch.arange(9) % 3, torch.tensor([0.5, 1.0, 2.0])
+
+    def fit(weight):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.LogSoftmax(1)).double()
+        return woodbury.fit(model, kind(weight=weight), (x, t), steps=2).loss
+
+    assert fit(weight) == fit(weight.double())
 
 
 @pytest.mark.parametrize(

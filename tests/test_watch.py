@@ -263,7 +263,7 @@ def test_micro_batches_with_another_constant_raise():
 
 
 def test_other_passes_do_no_harm():
-    """Validation with and without gradients, a pass whose loss goes nowhere, transforms, zero_grad of the model."""
+    """Validation with, without gradients, transforms, a pass whose loss goes nowhere, zero_grad of the model."""
     inputs, targets = batch("cross entropy")
     expected, optimizer = two("watch", nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
     model = optimizer.model
@@ -284,7 +284,10 @@ def test_other_passes_do_no_harm():
         optimizer.step()
         optimizer.zero_grad()
     assert error_of(expected, optimizer) == 0
-    for transformed in (torch.jit.trace(model, inputs), torch.export.export(model, (inputs,), strict=False).module()):
+    for transformed in (
+        torch.jit.trace(model, inputs),
+        torch.export.export(model, (inputs,), strict=False).module(),
+    ):
         assert torch.allclose(transformed(inputs), model(inputs))
 
 

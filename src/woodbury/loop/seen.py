@@ -23,10 +23,6 @@ _signature = cache(inspect.signature)
 _MOST_OUTPUTS = 1024  # per sample, whose Hessian is formed
 
 
-class OnlyOnceError(ValueError):
-    """Torch differentiates the loss once, and not twice."""
-
-
 class TapedLoss(nn.Module):
     """Any loss f(y) of the outputs y of a batch that is a sum of one term for each sample.
 
@@ -61,7 +57,7 @@ class TapedLoss(nn.Module):
         except RuntimeError as error:
             if "not implemented" not in str(error) and "differentiate twice" not in str(error):
                 raise
-            raise OnlyOnceError(
+            raise ValueError(
                 f"the loss ({self.root.name}) has no second derivative ({error}): use NaturalGradient, or write a "
                 "rule for it with woodbury.register_loss"
             ) from error
@@ -111,8 +107,8 @@ class _TapedRule(LossRule):
 def check_taped(loss: TapedLoss) -> None:
     """Raise if the loss draws random numbers, or if it mixes samples.
 
-    With signs s_i, H (s v) = s (H v) where H has one block per sample. Where there is no H, a change of the outputs
-    of some samples leaves the gradient in those of the others as it was.
+    With signs s_i, H (s v) = s (H v) where H has one block per sample. Where there is no H, samples whose outputs
+    stay have the gradient they had.
     """
     random = _random.snapshot(loss.seen.device)
     loss.value(loss.seen)
@@ -129,7 +125,7 @@ def check_taped(loss: TapedLoss) -> None:
     signs = signs[torch.randperm(shape[0], generator=generator, device="cpu")].to(loss.seen.device)
     try:
         product, of_signed = loss.hessian_times(loss.seen.double(), (vector, signs * vector))
-    except OnlyOnceError:
+    except ValueError:  # no second derivative
         moved = loss.seen.double() + vector * (signs > 0)
         product = of_signed = loss.slope(moved) - loss.slope(loss.seen.double())
     # the second derivative of one sample is exact to rounding; operations in float32 inside have fewer digits
