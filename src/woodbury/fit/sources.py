@@ -286,9 +286,8 @@ def _as_tensor(values: Any, dtype: torch.dtype | None) -> Any:
     try:
         found = torch.tensor(values, device="cpu")
     except (TypeError, ValueError) as error:
-        odd = [
-            name for name, own in zip(columns, values.T, strict=False) if not all(isinstance(v, Real) for v in own)
-        ]
+        pairs = zip(columns, values.T, strict=False) if len(columns) else ()
+        odd = [name for name, own in pairs if not all(isinstance(each, Real) for each in own)]
         where = f" (not so in columns {_batch.in_words(odd)})" if odd else ""
         raise TypeError(
             f"fit: inputs and targets must be numbers of one type{where}, in rows of the same length: classes by "

@@ -181,10 +181,9 @@ class Passes:
             return
         found = float(mean_of([piece.losses], piece.term_count))
         if not drawn and abs(found - stated) > torch.finfo(raw.dtype).eps ** 0.5 * max(abs(found), abs(stated)):
-            rule, loss = type(self.rule).__name__, type(self.loss).__name__
             raise ValueError(
-                f"the mean of {rule}.values is {found:.6g}, and {loss}(outputs, targets) is {stated:.6g}: a rule "
-                "must have the values of its loss"
+                f"the mean of {type(self.rule).__name__}.values is {found:.6g}, and {type(self.loss).__name__}"
+                f"(outputs, targets) is {stated:.6g}: a rule must have the values of its loss"
             )
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
