@@ -521,12 +521,28 @@ def test_a_registered_loss_whose_values_have_another_shape_is_refused(kind, dtyp
         optimizer.step(x, t)
 
 
+@every_second_order
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rule_whose_values_are_not_those_of_its_loss_is_refused_before_the_first_step(kind, dtype):
+    x, t, model = torch.randn(5, 3, dtype=dtype), torch.randn(5, 2, dtype=dtype), nn.Linear(3, 2).to(dtype)
+    wrong = problems.Own(lambda y, t: (y - t).square().sum(1), F.mse_loss)
+    stated = F.mse_loss(model(x), t).item()
+    with refused(model, rf"mean of OwnRule\.values is {2 * stated:.4f}.*, and Own\(.*\) is {stated:.4f}"):
+        OPTIMIZERS[kind](model, wrong).step(x, t)
+    for forward in (nn.Module().forward, lambda y, t: F.mse_loss(F.dropout(y), t)):  # which are no such loss
+        OPTIMIZERS[kind](model, problems.Own(lambda y, t: (y - t).square().sum(1), forward)).step(x, t)
+
+
 @contract.over(SOLVING)
 def test_verify_sees_a_rule_that_disagrees_with_its_loss(kind):
-    """Three times the loss: g and B are both wrong, and the residual of p with the right ones shows it."""
+    """Three times its derivatives: g and B are both wrong, and the residual of p with the right ones shows it."""
+
+    def values(y, t):
+        squares = (y - t).square().mean(1)
+        return 3 * squares - 2 * squares.detach()
 
     problem = problems.make("squared")
-    problem.loss = problems.Own(lambda y, t: 3 * (y - t).square().mean(1), F.mse_loss)
+    problem.loss = problems.Own(values, F.mse_loss)
     assert build(kind, problem, TIGHT, damping=0.1).verify(problem.inputs, problem.targets) > 0.1
 
 

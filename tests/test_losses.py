@@ -155,7 +155,12 @@ CROSS = nn.CrossEntropyLoss()
         (nn.MSELoss(), (4, 1), torch.ones(4), r"do not fit.*equal, as by targets\.reshape\(-1, 1\)"),
         (nn.MSELoss(), (4, 2, 3), torch.ones(4, 3, 2), "do not fit"),
         (nn.BCEWithLogitsLoss(), (4, 1), 2 * torch.ones(4, 1), "between 0 and 1, got 2 to 2$"),
-        (nn.BCEWithLogitsLoss(), (4, 3), torch.ones(4).long(), "equal. For class indices use CrossEntropyLoss$"),
+        (
+            nn.BCEWithLogitsLoss(),
+            (4, 3),
+            torch.ones(4).long(),
+            "equal. For class indices use CrossEntropyLoss, or a rule of your own that defines prepare$",
+        ),
         (nn.CrossEntropyLoss(weight=torch.ones(4)), (4, 3), torch.zeros(4).long(), r"weight.*\(4,\).*3 classes"),
         (nn.NLLLoss(), (4, 3), torch.zeros(4).long(), "logsumexp.*LogSoftmax.*CrossEntropyLoss"),
         (nn.NLLLoss(), (4, 3), torch.full((4, 3), 0.5), "class indices"),
@@ -171,6 +176,18 @@ CROSS = nn.CrossEntropyLoss()
 def test_wrong_targets_are_refused(loss, outputs, targets, message):
     with pytest.raises(ValueError, match=message):
         loss_rule(loss).prepare(loss, torch.zeros(outputs), targets)
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_class_weights_may_have_another_type_than_the_model(kind):
+    x, t, weight = torch.randn(9, 2).double(), torch.arange(9) % 3, torch.tensor([0.5, 1.0, 2.0])
+
+    def fit(weight):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.LogSoftmax(1)).double()
+        return woodbury.fit(model, kind(weight=weight), (x, t), steps=2).loss
+
+    assert fit(weight) == fit(weight.double())
 
 
 @pytest.mark.parametrize(

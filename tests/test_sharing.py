@@ -468,12 +468,21 @@ def halved(m, x):
     return m.head(torch.tanh(h.float()))
 
 
-def test_autocast_inside_the_model_needs_the_fallback():
+@torch.autocast("cpu", dtype=torch.bfloat16)
+def all_halved(m, x):
+    return m.head(torch.tanh(m.inner(x)))
+
+
+@pytest.mark.parametrize("run", [halved, all_halved])
+def test_autocast_inside_the_model_needs_the_fallback_or_that_of_the_optimizer(run):
     inputs, targets = torch.randn(N, 4), torch.randint(CLASSES, (N,))
-    with pytest.raises(ValueError, match=r"layer 'inner' gives torch.bfloat16 .* fallback='autograd'"):
-        woodbury.GaussNewton(two_layers(halved), LOSS).step(inputs, targets)
-    optimizer = woodbury.GaussNewton(two_layers(halved), LOSS, fallback="autograd")
-    assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
+    ways = r"pass autocast=torch\.bfloat16 to the optimizer.* fallback='autograd'"
+    with pytest.raises(ValueError, match=rf"layer 'inner' gives torch.bfloat16 .*{ways}"):
+        woodbury.GaussNewton(two_layers(run), LOSS).step(inputs, targets)
+    for settings in ({"fallback": "autograd"}, {"autocast": torch.bfloat16}):
+        optimizer = woodbury.GaussNewton(two_layers(run), LOSS, **settings)
+        assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
+        assert optimizer.step(inputs, targets).accepted
 
 
 def queries():

@@ -278,6 +278,7 @@ def test_labels_of_three_classes_may_be_words():
     np.testing.assert_array_equal(words.classes_, names)
     np.testing.assert_array_equal(words.predict(X), names[numbers.predict(X)])
     np.testing.assert_array_equal(words.predict_proba(X), numbers.predict_proba(X))
+    np.testing.assert_array_equal(words.predict_log_proba(X), np.log(words.predict_proba(X)))
     assert words.score(X[1::2], names[y[1::2]]) > 0.9
 
 
@@ -305,5 +306,7 @@ def test_one_class_is_refused():
         LMClassifier(**SMALL).fit(X, ["a"] * 40)
     with pytest.raises(ValueError, match="needs two classes at least, and all labels are 1"):
         LMClassifier(**SMALL).fit(X, [0] * 20 + [1] * 20, [0] * 20 + [1] * 20)
+    with pytest.raises(ValueError, match="labels hold None: leave out"):
+        LMClassifier(**SMALL).fit(X, ["a", "b", None, "b"] * 10)
     with pytest.raises(ValueError, match="Unknown label type: continuous"):
         LMClassifier(**SMALL).fit(X, y)

@@ -4,7 +4,9 @@ import importlib.util
 import pydoc
 import re
 import sys
+from collections import UserDict
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,7 +85,7 @@ def test_a_model_that_is_none():
 def test_inputs_of_another_type_than_the_model(inputs, dtype):
     model = network(dtype=getattr(torch, dtype))
     types = rf"inputs of {inputs.dtype} do not fit parameters of torch.{dtype}"
-    message = rf"{types}: write inputs\.to\(torch\.{dtype}\)"
+    message = rf"{types}: write inputs\.to\(torch\.{dtype}\), of an array inputs\.astype\('{dtype}'\)"
     with pytest.raises(TypeError, match=message):
         woodbury.GaussNewton(model, MSE).step(inputs, Y)
     if not inputs.is_floating_point():  # floats are converted, whole numbers may be what the model wants
@@ -99,6 +101,45 @@ def test_floats_of_nested_inputs_are_converted():
         nested = fit(MSE, ({"a": X[:, :1].double(), "b": [X[:, 1:].double()]}, Y), forward=forward)
     plain = fit(MSE, ({"a": X[:, :1], "b": [X[:, 1:]]}, Y), forward=forward)
     assert nested.loss == plain.loss
+
+
+def test_a_mapping_that_torch_does_not_know_counts_as_a_dictionary():
+    def step(inputs):
+        return woodbury.GaussNewton(network(), MSE, forward=forward).step(inputs, Y).loss
+
+    def forward(model, inputs):
+        return model(**inputs)
+
+    plain = {"input": X}
+    assert step(UserDict(plain)) == step(type("Own", (dict,), {})(plain)) == step(plain)
+    assert fit(MSE, [(UserDict(plain), Y)], forward=forward).loss == fit(MSE, [(plain, Y)], forward=forward).loss
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        (SimpleNamespace(x=X), r"got SimpleNamespace: pass a dict of tensors: dict\(batch\)"),
+        (SimpleNamespace(toarray=X.numpy), r"pass inputs\.toarray\(\) as a tensor"),  # as those of scipy.sparse
+        (X.to_sparse(), r"sparse inputs: write inputs\.to_dense\(\)"),
+    ],
+)
+def test_inputs_that_are_no_dense_tensors(inputs, message):
+    for take in (lambda: woodbury.GaussNewton(network(), MSE).step(inputs, Y), lambda: fit(MSE, (inputs, Y))):
+        with pytest.raises(TypeError, match=message):
+            take()
+
+
+def test_columns_of_a_table_that_hold_no_numbers_are_named():
+    table = problems.Table(SimpleNamespace(numpy=lambda: np.array([[0.5, None], [1, "b"]] * 15, object)))
+    table.columns = ["a", "name"]
+    with pytest.raises(TypeError, match=r"numbers of one type \(not so in columns name\)"):
+        fit(MSE, (table, Y))
+
+
+@pytest.mark.parametrize("name, data", [("callback", (X, Y)), ("epoch_callback", LOADER)])
+def test_a_callback_that_cannot_be_called(name, data):
+    with pytest.raises(TypeError, match=f"fit: {name} must be a function of the fit, got 3"):
+        fit(MSE, data, **{name: 3})
 
 
 def test_rows_and_posterior_name_what_is_no_loss():

@@ -105,6 +105,17 @@ def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature
     check_steps(*two(how, registered, method=method, **settings), loss, batch("cross entropy"), how, exact=False)
 
 
+@every_how
+def test_a_loss_with_one_derivative_takes_natural_gradients(how):
+    def values(outputs, targets):
+        margins = (1 + outputs - chosen(outputs, targets).unsqueeze(1)).clamp_min(0)
+        return (margins.sum(1) - 1) / outputs.shape[1]  # without that of the class itself
+
+    registered = problems.Own(values)
+    optimizers = two(how, registered, method=woodbury.NaturalGradient)
+    check_steps(*optimizers, F.multi_margin_loss, batch("cross entropy"), how, exact=False)
+
+
 RECOGNISED = {
     "plain": (nn.CrossEntropyLoss(), "cross entropy"),
     "class weights": (
@@ -239,7 +250,7 @@ def test_micro_batches_with_another_constant_raise():
 
 
 def test_other_passes_do_no_harm():
-    """Validation with and without gradients, a pass whose loss goes nowhere, zero_grad of the model."""
+    """Validation with, without gradients, transforms, a pass whose loss goes nowhere, zero_grad of the model."""
     inputs, targets = batch("cross entropy")
     expected, optimizer = two("watch", nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
     model = optimizer.model
@@ -256,9 +267,15 @@ def test_other_passes_do_no_harm():
         model.eval()
         F.cross_entropy(model(inputs), targets)
         model.train()
+        torch.func.vmap(model)(inputs)
         optimizer.step()
         optimizer.zero_grad()
     assert error_of(expected, optimizer) == 0
+    for transformed in (
+        torch.jit.trace(model, inputs),
+        torch.export.export(model, (inputs,), strict=False).module(),
+    ):
+        assert torch.allclose(transformed(inputs), model(inputs))
 
 
 def test_a_gradient_scaler_changes_nothing():
@@ -302,6 +319,11 @@ def test_dropout_masks_and_buffers_are_those_of_the_loop(how):
         (lambda y, t, model: F.mse_loss(y / y.square().mean().sqrt(), t), "mixes samples"),
         (lambda y, t, model: F.mse_loss(y, t) + 1e-4 * model[0].weight.square().sum(), "weight_decay"),
         (lambda y, t, model: F.mse_loss(y, model(torch.ones(N, 5).double())), "two calls"),
+        (lambda y, t, model: F.multi_margin_loss(y * y.mean(), t.argmax(1)), "mixes samples"),
+        (
+            lambda y, t, model: F.multi_margin_loss(y, t.argmax(1)),
+            r"loss \(multi_margin_loss\) has no second derivative .* NaturalGradient, .*register_loss",
+        ),
     ],
 )
 def test_a_loss_of_more_than_the_outputs_of_each_sample_raises(loss, message, how):

@@ -39,11 +39,18 @@ def _leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def unwrapped(tree: Any) -> Any:
+    """A mapping that torch does not look into, such as transformers.BatchEncoding, as a dictionary."""
+    is_known = isinstance(tree, Tensor) or type(tree) in pytree.SUPPORTED_NODES
+    return dict(tree) if not is_known and isinstance(tree, Mapping) else tree
+
+
 def sample_count(inputs: Any) -> int:
     """The number of samples: the length of the first axis of the first tensor."""
     leaves = _leaves(inputs)
     if not leaves:
-        raise TypeError(f"inputs must hold at least one tensor, got {type(inputs).__name__}")
+        ways = "inputs.toarray() as a tensor" if hasattr(inputs, "toarray") else "a dict of tensors: dict(batch)"
+        raise TypeError(f"inputs must hold at least one tensor, got {type(inputs).__name__}: pass {ways}")
     if leaves[0].dim() == 0:
         raise ValueError("inputs must have a sample axis, got a 0-dim tensor")
     if leaves[0].shape[0] == 0:
@@ -59,12 +66,14 @@ def is_empty(inputs: Any) -> bool:
 
 def fault_of_types(error: Exception, inputs: Any, dtype: torch.dtype) -> str | None:
     """What to write if a pass failed for inputs of another type than the parameters."""
+    if any(leaf.layout is not torch.strided for leaf in _leaves(inputs)):
+        return f"the model does not take sparse inputs: write inputs.to_dense() ({error})"
     others = sorted({str(leaf.dtype) for leaf in _leaves(inputs)} - {str(dtype)})
     if not others or "type" not in str(error):
         return None
     return (
-        f"inputs of {' and '.join(others)} do not fit parameters of {dtype}: write inputs.to({dtype}), or "
-        f"convert the model ({error})"
+        f"inputs of {' and '.join(others)} do not fit parameters of {dtype}: write inputs.to({dtype}), of an "
+        f"array inputs.astype('{str(dtype).removeprefix('torch.')}'), or convert the model ({error})"
     )
 
 

@@ -6,6 +6,7 @@ which `verify` checks a step, uses no loss rule either: it differentiates the lo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -24,8 +25,8 @@ def jacobian_products(
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
     """v -> J v for outputs attached to the graph, by differentiating J^T u in u; what v lacks counts as zero.
 
-    Raises an error if <u, J v> is not <J^T u, v>, for the first v that is not 0, on a CPU: then something in the model has a
-    gradient that autograd cannot follow back to u.
+    Raises an error if <u, J v> is not <J^T u, v>, for the first v that is not 0, on a CPU: then something in the
+    model has a gradient that autograd cannot follow back to u.
     """
     with torch.enable_grad():
         u = torch.arange(1.0, outputs.numel() + 1, dtype=outputs.dtype, device=outputs.device).cos()
@@ -108,6 +109,8 @@ def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None
         return loss(outputs, torch.zeros_like(outputs))
     # torch's losses accept one type only: numbers in that of the outputs, or class indices
     is_of_user = isinstance(loss, nn.Module) and type(loss).__module__ != nn.modules.loss.__name__
+    if getattr(loss, "weight", None) is not None and not is_of_user:  # and those of one type too
+        loss = copy.deepcopy(loss).to(outputs.dtype)  # type: ignore[attr-defined]
     if targets.is_floating_point() or (targets.shape == outputs.shape and not is_of_user):
         targets = targets.to(outputs.dtype)
     elif targets.dtype != torch.bool or not is_of_user:  # a mask for a loss of the user's stays one

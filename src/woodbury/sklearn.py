@@ -32,7 +32,7 @@ from woodbury.fit.limits import Limits
 PRIORS = ((10.0, 1.0), (3.0, 1.0), (0.1, 0.1), (0.01, 0.01))
 
 
-class _LMEstimator(BaseEstimator):
+class LMEstimator(BaseEstimator):
     """What regressor and classifier share: their parameters, standardised inputs, and the fit by evidence."""
 
     def __init__(
@@ -93,7 +93,7 @@ class _LMEstimator(BaseEstimator):
         check_number(f"{name}: tol", self.tol)
 
 
-class LMRegressor(MultiOutputMixin, RegressorMixin, _LMEstimator):
+class LMRegressor(MultiOutputMixin, RegressorMixin, LMEstimator):
     """A regressor with error bars for small and medium data: n samples, p parameters, n p^2 operations per step.
 
     A network of tanh units is fitted to standardised inputs and targets by Levenberg-Marquardt steps, with weight
@@ -161,7 +161,7 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, _LMEstimator):
         return mean, std[:, 0] if self._is_flat else std
 
 
-class LMClassifier(ClassifierMixin, _LMEstimator):
+class LMClassifier(ClassifierMixin, LMEstimator):
     """A classifier with calibrated probabilities for small data: the same network and evidence, with a softmax.
 
     With C classes a step costs n (C - 1) p^2 operations. Probabilities are means over the Laplace posterior
@@ -185,6 +185,8 @@ class LMClassifier(ClassifierMixin, _LMEstimator):
         """
         self._check_parameters()
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        if None in y.tolist():
+            raise ValueError("LMClassifier: labels hold None: leave out the samples without a label")
         check_classification_targets(y)
         X, y, weights = self._counted(X, y, sample_weight)
         weights = np.ones(len(X)) if weights is None else weights
@@ -203,6 +205,10 @@ class LMClassifier(ClassifierMixin, _LMEstimator):
         """The probability of each class at X, (n, classes): the mean of the softmax over the posterior."""
         inputs = self._inputs(X)
         return self.posterior_.probabilities(inputs).numpy()
+
+    def predict_log_proba(self, X: Any) -> Any:
+        """The logarithm of `predict_proba`."""
+        return np.log(self.predict_proba(X))
 
     def predict(self, X: Any) -> Any:
         """The most probable labels at X, (n,)."""

@@ -17,6 +17,7 @@ import warnings
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from woodbury import _random
@@ -85,7 +86,8 @@ def warn_of_columns(optimizer: GaussNewton, inputs: Any, targets: Tensor | None,
 
 def _columns(values: Tensor) -> Tensor | None:
     """(n, columns), of several positions the first; None where there is nothing to judge."""
-    if values.dim() not in (2, 3) or len(values) < FEWEST_SAMPLES or not values.is_floating_point():
+    is_dense = values.is_floating_point() and values.layout is torch.strided
+    if values.dim() not in (2, 3) or len(values) < FEWEST_SAMPLES or not is_dense:
         return None
     columns = values[:MOST_SAMPLES].detach()
     return columns if columns.dim() == 2 else columns[:, 0]

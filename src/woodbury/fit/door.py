@@ -147,6 +147,9 @@ def fit(
     of_loaders["curvature_samples"] = None if curvature_samples == "auto" else curvature_samples
     _check_use(kind, data=data, forward=forward, validation=validation, samples=samples, **of_loaders)
     _check_decay(weight_decay, kind)
+    for name, own in (("callback", callback), ("epoch_callback", epoch_callback)):
+        if own is not None and not callable(own):
+            raise TypeError(f"fit: {name} must be a function of the fit, got {own!r}")
     if patience is not None:
         if validation is None:
             raise ValueError("fit: patience= is for validation data: pass validation= too, or leave it out")

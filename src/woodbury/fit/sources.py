@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from numbers import Real
 from os import PathLike
 from typing import Any
 
@@ -275,6 +276,7 @@ def as_tensors(pair: Any, convert: Conversion) -> Any:
 
 
 def _as_tensor(values: Any, dtype: torch.dtype | None) -> Any:
+    values, columns = _batch.unwrapped(values), getattr(values, "columns", ())
     if hasattr(values, "to_numpy"):  # of pandas
         values = values.to_numpy()
     is_list = isinstance(values, list) and all(
@@ -285,9 +287,12 @@ def _as_tensor(values: Any, dtype: torch.dtype | None) -> Any:
     try:
         found = torch.tensor(values, device="cpu")
     except (TypeError, ValueError) as error:
+        pairs = zip(columns, values.T, strict=False) if len(columns) else ()
+        odd = [name for name, own in pairs if not all(isinstance(each, Real) for each in own)]
+        where = f" (not so in columns {_batch.in_words(odd)})" if odd else ""
         raise TypeError(
-            "fit: inputs and targets must be numbers of one type, in rows of the same length: classes by their "
-            f"places 0, 1, ... (numpy.unique(y, return_inverse=True)[1]), other columns in numbers ({error})"
+            f"fit: inputs and targets must be numbers of one type{where}, in rows of the same length: classes by "
+            f"their places 0, 1, ... (numpy.unique(y, return_inverse=True)[1]), other columns in numbers ({error})"
         ) from error
     if is_list and found.is_floating_point():  # floats of Python have no size
         return torch.tensor(values, dtype=dtype or torch.float64, device="cpu")

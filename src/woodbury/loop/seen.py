@@ -41,13 +41,26 @@ class TapedLoss(nn.Module):
         with torch.enable_grad():
             return self.root.value_from(self.base, outputs.reshape(self.base.tensor.shape)).sum()  # of one number
 
+    def slope(self, outputs: Tensor) -> Tensor:
+        """df/dy at outputs (n, C) of the whole batch."""
+        point = outputs.detach().requires_grad_()
+        return torch.autograd.grad(self.value(point), point)[0]
+
     def hessian_times(self, outputs: Tensor, directions: Iterable[Tensor]) -> list[Tensor]:
         """Products of the second derivatives of f at outputs (n, C) of the whole batch."""
         point = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(self.value(point), point, create_graph=True)
         if not slope.requires_grad:  # f is linear
             return [torch.zeros_like(each) for each in directions]
-        return [torch.autograd.grad(slope, point, each, retain_graph=True)[0] for each in directions]
+        try:
+            return [torch.autograd.grad(slope, point, each, retain_graph=True)[0] for each in directions]
+        except RuntimeError as error:
+            if "not implemented" not in str(error) and "differentiate twice" not in str(error):
+                raise
+            raise ValueError(
+                f"the loss ({self.root.name}) has no second derivative ({error}): use NaturalGradient, or write a "
+                "rule for it with woodbury.register_loss"
+            ) from error
 
     def with_others(self, outputs: Tensor, places: Tensor) -> Tensor:
         """Outputs (n, C) of the whole batch, those at `places` given and the others as they were seen."""
@@ -72,8 +85,7 @@ class _TapedRule(LossRule):
         return loss.samples * gained + len(targets) * loss.at_seen
 
     def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
-        point = loss.with_others(outputs.detach(), targets).requires_grad_()
-        (slope,) = torch.autograd.grad(loss.value(point), point)
+        slope: Tensor = loss.slope(loss.with_others(outputs.detach(), targets))
         return slope[targets] * loss.samples
 
     def factor(self, loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -95,7 +107,8 @@ class _TapedRule(LossRule):
 def check_taped(loss: TapedLoss) -> None:
     """Raise if the loss draws random numbers, or if it mixes samples.
 
-    With signs s_i, H (s v) = s (H v) where H has one block per sample.
+    With signs s_i, H (s v) = s (H v) where H has one block per sample. Where there is no H, samples whose outputs
+    stay have the gradient they had.
     """
     random = _random.snapshot(loss.seen.device)
     loss.value(loss.seen)
@@ -110,7 +123,11 @@ def check_taped(loss: TapedLoss) -> None:
     signs = torch.ones(shape[0], 1, dtype=torch.float64, device="cpu")
     signs[1::2] = -1.0
     signs = signs[torch.randperm(shape[0], generator=generator, device="cpu")].to(loss.seen.device)
-    product, of_signed = loss.hessian_times(loss.seen.double(), (vector, signs * vector))
+    try:
+        product, of_signed = loss.hessian_times(loss.seen.double(), (vector, signs * vector))
+    except ValueError:  # no second derivative
+        moved = loss.seen.double() + vector * (signs > 0)
+        product = of_signed = loss.slope(moved) - loss.slope(loss.seen.double())
     # the second derivative of one sample is exact to rounding; operations in float32 inside have fewer digits
     if (signs * product - of_signed).abs().max() > 1e-3 * product.abs().max():
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from woodbury import _random
@@ -96,6 +97,8 @@ class Watcher:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or self._open:
             return
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or peek_interpreter_stack() is not None:
+            return  # tensors hold no numbers in an export, a trace or a transform of torch.func
         hooks, place = module._forward_hooks, self._handles[1].id
         hooks[place] = hooks.pop(place)  # the last: hooks that were added since belong to the model
         device = self._probe.device

@@ -87,7 +87,7 @@ class LossRule(ABC):
             if targets.numel() == outputs.numel():
                 instead = f", as by targets.reshape{shape}"
             elif targets.dim() == 1 and not targets.is_floating_point():
-                instead = ". For class indices use CrossEntropyLoss"
+                instead = ". For class indices use CrossEntropyLoss, or a rule of your own that defines prepare"
             raise ValueError(
                 f"{type(loss).__name__}: targets of shape {tuple(targets.shape)} do not fit outputs of shape "
                 f"{tuple(outputs.shape)}: they must be equal{instead}"

@@ -178,7 +178,7 @@ class Notes:
                 )
         if outputs.dtype != used.dtype and used.dtype.itemsize > outputs.dtype.itemsize and not self._cast:
             return (
-                f"gives {outputs.dtype} with parameters of {used.dtype} (torch.autocast inside the model?): leave "
-                "that out"
+                f"gives {outputs.dtype} with parameters of {used.dtype} (torch.autocast inside the model?): pass "
+                "autocast=torch.bfloat16 to the optimizer, or leave that out"
             )
         return None

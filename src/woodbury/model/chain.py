@@ -338,6 +338,7 @@ class Structure:
     names: list[list[str]] = field(default_factory=list, init=False)  # of the trained parameters in each group
     groups: tuple[tuple[int, ...], ...] = field(default=(), init=False)  # the ids of the parameters in each group
     _plan: Plan | None = field(default=None, init=False)
+    _left_out: dict[int, nn.Parameter] = field(default_factory=dict, init=False)  # by the groups at first
 
     def read(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Plan:
         """The plan of the model as it is now, for the parameter groups of an optimizer."""
@@ -350,6 +351,14 @@ class Structure:
         names = {id(parameter): name for name, parameter in named.items()}
         trained = {names[id(p)] for group in groups for p in group["params"] if id(p) in names}
         if len(trained) < len(named):
+            others = {id(parameter): parameter for name, parameter in named.items() if name not in trained}
+            self._left_out = others if self._plan is None else self._left_out
+            new = [names[own] for own in others.keys() - self._left_out.keys() if others[own].requires_grad]
+            if new and any(own not in names for group in ids for own in group):
+                raise ValueError(
+                    f"parameter {min(new)!r} is not one of the optimizer's, and one of those is no longer in the "
+                    "model: something was replaced. Make a new optimizer, or call add_param_group"
+                )
             named = {name: parameter for name, parameter in named.items() if name in trained}
         plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
         if self._plan is not None:

@@ -113,6 +113,7 @@ def outputs_agree(a: Tensor, b: Tensor, forward_pass: Pass, digits: float = 0.5,
     if a.shape != b.shape:
         return False
     share, size = torch.finfo(dtype or a.dtype).eps ** digits, float(b.abs().max())
+    a = a.to(b.dtype)  # of a model that casts inside
     if not math.isfinite(size):
         return False
     if torch.allclose(a, b, rtol=share, atol=share * size):

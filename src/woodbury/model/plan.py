@@ -64,6 +64,7 @@ class Findings:
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
     can_exchange: bool | None = None  # whether all uses of parameters are by modules; None until a pass shows it
+    compared_loss: bool = False  # whether the values of a loss rule were compared with its loss
     warned: bool = False  # whether someone was told how many passes a step takes
     warned_of_mixing: bool = False  # whether someone was told that a later look found samples mixed
     passes: int = 0  # how many, over more than one sample

@@ -50,6 +50,9 @@ class Request:
     full: Batches | None = None
     held_out: Any = None
 
+    def __post_init__(self) -> None:
+        self.inputs = _batch.unwrapped(self.inputs)
+
 
 @dataclass(eq=False)
 class Context:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from woodbury import _random
 from woodbury._batch import BadSamplesError, Batch
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known, scalar
@@ -22,6 +23,7 @@ from woodbury.model.independence import check_part, check_samples_apart
 from woodbury.model.plan import Plan
 from woodbury.model.terms import Capture, capture_terms, terms_of
 from woodbury.parallel.group import ALONE, Group
+from woodbury.products import loss_of
 
 Batches = Iterable[tuple[Any, "Tensor | None"]]
 
@@ -163,7 +165,26 @@ class Passes:
             outputs = outputs.detach()
         prepared = prepare(self.rule, self.loss, captured.raw, targets)
         term_count = 1.0 if self.is_sum else self.rule.count(self.loss, prepared)
-        return Piece(inputs, outputs, prepared, self.losses(outputs, prepared), term_count, captured)
+        piece = Piece(inputs, outputs, prepared, self.losses(outputs, prepared), term_count, captured)
+        if not self.plan.findings.compared_loss and not type(self.rule).__module__.startswith("woodbury."):
+            self._check_rule(piece, captured.raw, targets)
+        self.plan.findings.compared_loss = True
+        return piece
+
+    def _check_rule(self, piece: Piece, raw: Tensor, targets: Tensor | None) -> None:
+        """Raise if a rule of someone's own has other values than its loss, where that can be called."""
+        try:
+            with torch.no_grad(), _random.kept(raw.device) as random:
+                stated = float(loss_of(self.loss, raw.double(), targets))
+                drawn = _random.drawn_since(random)
+        except Exception:  # it only stands for its rule
+            return
+        found = float(mean_of([piece.losses], piece.term_count))
+        if not drawn and abs(found - stated) > torch.finfo(raw.dtype).eps ** 0.5 * max(abs(found), abs(stated)):
+            raise ValueError(
+                f"the mean of {type(self.rule).__name__}.values is {found:.6g}, and {type(self.loss).__name__}"
+                f"(outputs, targets) is {stated:.6g}: a rule must have the values of its loss"
+            )
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample in float64, for differences of nearly equal losses: rho is one.
