@@ -13,15 +13,10 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury._batch import Batch
-from woodbury.model.capture import GraphCapture, capture, casting
+from woodbury.model.capture import MIXED, GraphCapture, capture, casting
 from woodbury.model.fallback import Forward, outputs_agree
 from woodbury.model.graph import graph_edges
 from woodbury.model.plan import Plan
-
-_MIXED = (
-    "rows per sample do not exist where the model mixes the samples of a batch (attention, recurrent layers and "
-    "transformers need batch_first=True where samples lie along the first axis)"
-)
 
 
 def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = True) -> None:
@@ -44,7 +39,8 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
         return
     captured.check_inputs()
     parts, generator = _parts(samples, look)
-    doubtful = [part for part in parts if _leaves_layers(captured, part, generator)]
+    late = look > 1 and not captured.reorders  # else every pass is checked
+    doubtful = [part for part in parts if _leaves_layers(captured, part, generator, late)]
     run = parts if alone else doubtful
     same = [_same_alone(captured, part.nonzero().flatten().flip(0)) for part in run]
     reason = _mixed_inputs(captured, look) if alone and not all(same) else None
@@ -90,22 +86,11 @@ def _depends(outputs: Tensor, sources: Sequence[Any], part: Tensor, generator: t
     return [grad is not None and bool((grad[others.to(grad.device)].abs() > 0).any()) for grad in grads]
 
 
-def _leaves_layers(captured: GraphCapture, part: Tensor, generator: torch.Generator) -> bool:
-    """Raise if outputs of a part depend on what a layer gives for the others; or leave it to the fallback.
-
-    Whether it left some.
-    """
+def _leaves_layers(captured: GraphCapture, part: Tensor, generator: torch.Generator, late: bool) -> bool:
+    """Leave layers whose outputs for other samples those of a part depend on; whether there are any."""
     edges = [call.edge for call in captured.calls]
-    if not edges:
-        return False
-    depends = _depends(captured.outputs, edges, part, generator)
-    for call in compress(list(captured.calls), depends):
-        reason = f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
-        if not captured.plan.has_fallback and not captured.is_bare(call.layer):
-            raise ValueError(reason)
-        captured.plan.findings.uncapturable[call.layer.name] = reason
-        captured.calls = [other for other in captured.calls if other.layer is not call.layer]
-    return len(captured.calls) < len(edges)
+    depends = _depends(captured.outputs, edges, part, generator) if edges else []
+    return captured.leave(compress(captured.calls, depends), late)
 
 
 def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
@@ -136,7 +121,7 @@ def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
     if not mixed:
         return None
     what = f"what layer {names[0]!r} gives for one sample depends" if names else "the outputs of one sample depend"
-    return f"{what} on the inputs of another: {_MIXED}"
+    return f"{what} on the inputs of another: {MIXED}"
 
 
 def _same(captured: GraphCapture, inputs: Any, whole: Tensor) -> bool | None:
@@ -172,7 +157,7 @@ def _same_alone(captured: GraphCapture, index: Tensor) -> bool | None:
 def _mixed_alone(captured: GraphCapture, count: int) -> str:
     return (
         f"the outputs of {'one' if count == 1 else count} of {len(captured.outputs)} samples change when run "
-        f"apart from the others: {_MIXED}, or changes from one run to the next"
+        f"apart from the others: {MIXED}, or changes from one run to the next"
     )
 
 
