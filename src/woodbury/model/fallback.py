@@ -10,9 +10,9 @@ Four exact methods, from fast to slow, for a model that was run on a batch of n 
 `expanded` needs functions of parameters that torch.func can map over samples, `func` a whole model that it can
 transform, be it one that calls torch.func itself. `func` and `chunks` need outputs for some samples that are
 those it gives for the whole batch, and so no random numbers. The outputs are compared at every batch, as a model
-may change (`model.train()`), and the rows at every new shape, or every batch if the model reorders samples: an axis
-may look like that of samples, and torch.func has had wrong rules for some operations (the backward pass of `prelu`,
-mapped twice over as many samples as seeds).
+may change (`model.train()`), and the rows at every new shape, or every batch if the model reorders samples: an
+axis may look like that of samples, and torch.func has had wrong rules for some operations (the backward pass of
+`prelu`, mapped twice over as many samples as seeds).
 """
 
 from __future__ import annotations

@@ -163,16 +163,13 @@ class PassGraph:
 
 _JOINING = ("CatBackward0", "StackBackward0")
 _MOVING = frozenset(
-    (
-        *(f"{name}Backward0" for name in ("Index", "IndexSelect", "Gather", "Embedding", "Sort", "Topk", "Take")),
-        *(
-            f"{name}Backward0"
-            for name in ("IndexPut", "IndexCopy", "IndexAdd", "Put", "MaskedScatter", "MaskedSelect")
-        ),
-        *(f"{name}Backward0" for name in ("Scatter", "ScatterAdd", "ScatterReduce", "Flip", "Roll")),
-        *("PackPaddedSequenceBackward0", "torch::autograd::CopySlices", *_JOINING),
+    f"{name}Backward0"
+    for name in (
+        *("Index", "IndexSelect", "Gather", "Embedding", "Sort", "Topk", "Take", "MaskedSelect", "Flip", "Roll"),
+        *("IndexPut", "IndexCopy", "IndexAdd", "Put", "MaskedScatter", "Scatter", "ScatterAdd", "ScatterReduce"),
+        "PackPaddedSequence",
     )
-)
+) | {"torch::autograd::CopySlices", *_JOINING}
 
 
 def _reorders(node: Any, samples: int) -> bool:
