@@ -193,24 +193,19 @@ class GraphCapture(Pass):
         return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
 
     def _mixed(self, calls: Sequence[Call], grads: Sequence[Tensor | None], columns: Tensor) -> list[Call]:
-        """Those where not c_i g_i arrives for c_i columns_i if g_i does for columns_i; for some random c."""
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        c = torch.rand(len(columns), generator=generator, dtype=torch.float32, device="cpu").to(columns) + 0.5
+        """Those where not c_i g_i arrives for c_i columns_i if g_i does for columns_i, for some c."""
+        c = torch.linspace(0.5, 1.5, len(columns), device="cpu").to(columns)
         seed = torch.einsum("n,nkc->nc", c, columns).unsqueeze(1)
-        again = self._grads([call.edge for call in calls], seed, keep_graph=True)
-        tolerance, mixed = torch.finfo(self.precision).eps ** 0.5, []
+        again, mixed = self._grads([call.edge for call in calls], seed, keep_graph=True), []
         for call, own, scaled in zip(calls, grads, again, strict=False):
             if own is not None and scaled is not None:
-                expected = own.sum(0) * c.to(own).view(-1, *[1] * (own.dim() - 2))
-                if bool((scaled[0] - expected).abs().max() > tolerance * own.abs().sum(0).max()):
+                gap = scaled[0] - torch.einsum("n,kn...->n...", c.to(own), own)
+                if bool(gap.abs().max() > torch.finfo(self.precision).eps ** 0.5 * own.abs().sum(0).max()):
                     mixed.append(call)
         return mixed
 
     def leave(self, mixed: Iterable[Call], late: bool = False) -> bool:
-        """Leave the layers of calls that mix samples to the fallback, or to `bare`; raise if there is neither.
-
-        Whether there are any. late: whether they may have done so for some steps.
-        """
+        """Leave layers that mix samples to the fallback or `bare`, or raise; whether there are any. late: warn."""
         left = {call.layer.name: call.layer for call in mixed}
         for name, layer in left.items():
             reason = f"the outputs of one sample depend on what layer {name!r} gives for another: {MIXED}"

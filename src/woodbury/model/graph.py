@@ -184,12 +184,12 @@ def _reorders(node: Any, samples: int) -> bool:
         dims = getattr(node, "_saved_dims", None) or [getattr(node, "_saved_dim", None)]
     if node.name() in _JOINING:
         dims = [dim for dim in dims if dim == 0]  # along others they join features
-    # a negative number is given as one of 64 bits without a sign
+    # torch gives a negative one as a number of 64 bits without a sign
     return any(dim is None or shape[dim - 2**64 * (dim >= 2**63)] % samples == 0 for dim in dims)
 
 
 def _is_in_order(index: Tensor) -> bool:
-    return index.dtype == torch.long and torch.equal(index, torch.arange(index.numel(), device=index.device))
+    return index.dtype == torch.long and index.equal(torch.arange(index.numel(), device="cpu"))
 
 
 def unseen_parameters(plan: Plan, graph: PassGraph, calls: Sequence[Call]) -> dict[str, str]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from itertools import combinations, compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury._batch import Batch
+from woodbury._process import level_of_caller
 from woodbury.model.capture import MIXED, GraphCapture, capture, casting
 from woodbury.model.fallback import Forward, outputs_agree
 from woodbury.model.graph import graph_edges
 from woodbury.model.plan import Plan
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = True) -> None:
@@ -38,6 +42,8 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     if samples < 2:
         return
     captured.check_inputs()
+    if alone and look == 1:
+        _check_attributes(captured)
     parts, generator = _parts(samples, look)
     late = look > 1 and not captured.reorders  # else every pass is checked
     doubtful = [part for part in parts if _leaves_layers(captured, part, generator, late)]
@@ -47,6 +53,46 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     if False in same:
         reason = reason or _mixed_alone(captured, int(run[same.index(False)].sum()))
     _refuse(captured.plan, reason, look)
+
+
+def _attributes(model: nn.Module) -> dict[str, str]:
+    """The numbers and tensors that modules hold as attributes, by name, in words that change with them."""
+
+    def describe(value: Any) -> str:
+        if type(value) is Tensor and value.layout is torch.strided and not value.is_complex():
+            own = value.detach().double()
+            return f"{own.shape} {float(own.sum())} {float(own.norm())}"
+        return repr(value) if type(value) in (bool, int, float) else ""
+
+    return {
+        f"{path}.{name}".lstrip("."): str([*map(describe, pytree.tree_leaves(value))])
+        for path, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn.modules.")
+        for name, value in vars(module).items()
+        if name not in _OF_MODULES
+    }
+
+
+def _check_attributes(captured: GraphCapture) -> None:
+    """Warn of attributes that a pass changes, and the same pass once more changes again."""
+    plan = captured.plan
+    before = _attributes(plan.model)
+    changed = list(before)
+    for _ in range(2):
+        if not changed:
+            return
+        with _random.kept(plan.device), casting(captured.autocast, plan), torch.enable_grad():
+            captured.forward(plan.model, captured.inputs)
+        after = _attributes(plan.model)
+        before, changed = after, [name for name in after if after[name] != before.get(name)]
+    for name in changed:
+        warnings.warn(
+            f"a pass through the model changes its attribute {name!r}: a step makes several, each goes on from "
+            "what the one before left. Ways out: register_buffer, since a step restores buffers, or pass it with "
+            "the inputs",
+            RuntimeWarning,
+            stacklevel=level_of_caller(),
+        )
 
 
 def _refuse(plan: Plan, reason: str | None, look: int) -> None:
