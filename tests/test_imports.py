@@ -31,9 +31,10 @@ FLOORS = {
     "model": [
         ["buffers", "expanded", "compiled"],
         ["plan"],
-        ["call", "chain", "fallback"],
-        ["tangents"],
+        ["call", "chain"],
         ["graph"],
+        ["fallback"],
+        ["tangents"],
         ["bare"],
         ["capture"],
         ["independence", "terms"],
