@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import bounds
 import problems
 import woodbury
-from checks import silence
+from checks import refused, silence, told
 from fuzz.models import Parts
 from woodbury.model.independence import _parts
 from woodbury.quadratic.passes import Passes
@@ -302,3 +302,107 @@ def test_samples_that_mix_after_a_first_look_are_told_once(subset, look_at_every
         for _ in range(3):
             optimizer.step(points(), None, subset=subset)
     assert len(told) == 1
+
+
+class Sorted(nn.Module):
+    """tanh(U x) W g for samples in the order of their first input, undone in one of several ways."""
+
+    def __init__(self, undo):
+        super().__init__()
+        self.undo, self.first, self.gain = undo, nn.Linear(4, 5), nn.Parameter(torch.ones(5))
+        self.weight, self.last = nn.Parameter(torch.randn(5, 5)), nn.Linear(5, 3)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        h = torch.tanh(self.first(x[order])) @ self.weight * self.gain
+        return self.last(self.undo(h, order))
+
+
+def put_back(h, order):
+    out = torch.zeros_like(h)
+    out[order] = h
+    return out
+
+
+UNDO = {
+    "index": lambda h, order: h[order.argsort()],
+    "gather": lambda h, order: h.gather(0, order.argsort().unsqueeze(1).expand_as(h)),
+    "index_put": put_back,
+    "scatter": lambda h, order: torch.zeros_like(h).scatter(0, order.unsqueeze(1).expand_as(h), h),
+    "cat": lambda h, order: torch.cat([h[i : i + 1] for i in order.argsort()]),
+    "stack": lambda h, order: torch.stack([h[i] for i in order.argsort()]),
+    "embedding": lambda h, order: nn.functional.embedding(order.argsort(), h),
+}
+
+
+@pytest.mark.parametrize("name", UNDO)
+def test_samples_in_another_order_than_in_the_first_batches_are_noticed_at_once(name):
+    """Step 3 is none of those after which there is a look: rules, bare parameters and the fallback are checked."""
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    in_order = inputs[inputs[:, 0].argsort()]
+    two_swapped = in_order[torch.tensor([0, 1, 3, 2, 4, 5])]
+    model = Sorted(UNDO[name]).double()
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.5, fallback="autograd")
+    with silence():
+        for x in (in_order, in_order, two_swapped, inputs):
+            assert optimizer.verify(x, targets) <= bounds.of_verify(optimizer, x, targets)
+            optimizer.step(x, targets)
+    model.weight.requires_grad_(False)
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
+    optimizer.step(in_order, targets)
+    optimizer.step(in_order, targets)
+    with refused(optimizer, "fallback='autograd'"):
+        optimizer.step(two_swapped, targets)
+
+
+def test_a_look_that_finds_mixing_late_tells_of_the_steps_before():
+    """A product with a permutation shows in no node of the graph."""
+    model = Sorted(lambda h, order: torch.eye(len(h), dtype=h.dtype)[order].T @ h).double()
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.5, fallback="autograd")
+    optimizer.step(inputs[inputs[:, 0].argsort()], targets)
+    with pytest.warns(RuntimeWarning, match="steps since then may have been wrong"):
+        optimizer.step(inputs, targets)
+
+
+class Keeps(nn.Module):
+    def __init__(self, run, **kept):
+        super().__init__()
+        self.run, self.layer, self.drop = run, nn.Linear(4, 3), nn.Dropout(0.5)
+        vars(self).update(kept)
+
+    def forward(self, x):
+        return self.run(self, self.layer(x))
+
+
+def count_passes(model, z):
+    model.kept += 1
+    return z * (1 + 0.3 * model.kept)
+
+
+def carry(model, z):
+    model.kept = z.detach() + (0.0 if model.kept is None else 0.5 * model.kept)  # of one batch size alone
+    return z + model.kept
+
+
+def note(model, z):
+    model.kept = model.drop(z)
+    model.table = {"z": z, "size": float(z.detach().norm())}
+    return model.kept
+
+
+@pytest.mark.parametrize(
+    "run, kept", [(count_passes, 0), (carry, None), (count_passes, torch.zeros(3)), (note, 0)]
+)
+def test_attributes_that_every_pass_changes_are_told_once(run, kept):
+    """But what a pass only notes is not, dropout or not."""
+    inputs, targets = torch.randn(6, 4), torch.randint(3, (6,))
+    model = nn.Sequential(Keeps(run, kept=kept))
+    model(inputs + 1)
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
+    with told() as texts:
+        for _ in range(3):
+            optimizer.step(inputs, targets)
+    assert ["attribute '0.kept'" in text and "register_buffer" in text for text in texts] == [True] * (
+        run is not note
+    )

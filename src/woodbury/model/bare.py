@@ -9,8 +9,9 @@ is h,
 
 and autograd takes it from q to the parameters. All uses of a parameter that reach the outputs are in the graph;
 one of another kind leaves the parameter to the fallback. What no graph shows is which axis of z the samples are
-on. So the rows are checked whenever shapes are new: for random c, sum_i c_i row_i must be the gradient of the sum
-of c_i (column_i . outputs_i), which it is not where the row of one sample holds a part that belongs to another.
+on. So the rows are checked whenever shapes are new, or the model reorders samples: for random c, sum_i c_i row_i
+must be the gradient of the sum of c_i (column_i . outputs_i), which it is not where the row of one sample holds a
+part that belongs to another.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Nothing stays on tensors or modules: `capture` returns a value, and its keys are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,9 +28,14 @@ from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call, Notes
 from woodbury.model.chain import Back, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, WrittenRows, grads_of_many, outputs_agree, tells_little
-from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled, unseen_parameters
+from woodbury.model.graph import chain_of, fewest_digits, runs_compiled, unseen_parameters
 from woodbury.model.plan import FAST_PATHS, Layer, Plan
 from woodbury.products import transposed_jacobian_product
+
+MIXED = (
+    "rows per sample do not exist where the model mixes the samples of a batch (attention, recurrent layers and "
+    "transformers need batch_first=True where samples lie along the first axis)"
+)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -76,16 +82,15 @@ class GraphCapture(Pass):
             return chain_rows(layers, weights, layer_inputs, backs, segments)
         (columns,) = segments
         columns = columns if columns.dim() == 3 else columns.unsqueeze(1)
-        graph = PassGraph.behind(self.outputs)
-        unseen = unseen_parameters(self.plan, graph, self.calls)
         forms: dict[str, RowForm] | None = None
-        while forms is None:  # rows of bare parameters that were wrong are not tried again
-            forms = self._attempt(columns, *self._without_rules(graph, unseen))
+        while forms is None:  # rows of bare parameters, and of layers, that were wrong are not tried again
+            unseen = unseen_parameters(self.plan, self.graph, self.calls)
+            forms = self._attempt(columns, *self._without_rules(unseen))
         # in other batches an axis may look like that of the samples
         self.plan.findings.uncapturable |= self.obstacles
         return forms
 
-    def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, list[str]]:
+    def _without_rules(self, unseen: Mapping[str, str]) -> tuple[Bare, list[str]]:
         """Where rows come from that no rule gives: bare parameters, and those left to the fallback.
 
         Raises an error that names a parameter where the fallback is needed and there is none.
@@ -96,7 +101,7 @@ class GraphCapture(Pass):
         lacking = list(dict.fromkeys([*plan.uncovered, *unseen, *own]))
         blocks = {plan.block_of[name][0] for name in lacking}
         wanted = [full for block in plan.owned if block in blocks for full in plan.owned[block].values()]
-        bare = find_bare(plan, graph, wanted, len(self.outputs))
+        bare = find_bare(plan, self.graph, wanted, len(self.outputs))
         written = [name for name in wanted if name not in bare.keys]
         if written and not plan.has_fallback:
             blocks = {plan.block_of[name][0] for name in written}
@@ -121,7 +126,10 @@ class GraphCapture(Pass):
         )
 
     def _attempt(self, columns: Tensor, bare: Bare, written: Sequence[str]) -> dict[str, RowForm] | None:
-        """The rows; None if those of bare parameters turned out to be wrong."""
+        """The rows; None if those of bare parameters, or of layers, turned out to be wrong.
+
+        If the model reorders samples all are checked: that other batches were right says nothing.
+        """
         plan = self.plan
         rows: Parts = {}
         if written:
@@ -129,10 +137,12 @@ class GraphCapture(Pass):
         explicit = {plan.block_of[name][0] for name in (*written, *bare.keys)}
         ruled = plan.owned.keys() - explicit
         calls = [call for call in self.calls if any(plan.block_of[name][0] in ruled for name in call.parameters)]
-        unsure = not bare.is_checked(columns.shape)
+        unsure = self.reorders or not bare.is_checked(columns.shape)
         keep_graph = unsure or bare.goes_back_again
         edges = [*(call.edge for call in calls), *(meeting.edge for meeting in bare.meetings)]
         grads = self._grads(edges, columns, keep_graph)
+        if self.reorders and self.leave(self._mixed(calls, grads, columns)):
+            return None
         if bare.keys:
             bare_rows = bare.rows(grads[len(calls) :], columns.shape)
             if unsure and not bare.check(bare_rows, self, columns, self.precision):
@@ -182,6 +192,33 @@ class GraphCapture(Pass):
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
         return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
 
+    def _mixed(self, calls: Sequence[Call], grads: Sequence[Tensor | None], columns: Tensor) -> list[Call]:
+        """Those where not c_i g_i arrives for c_i columns_i if g_i does for columns_i, for some c."""
+        c = torch.linspace(0.5, 1.5, len(columns), device="cpu").to(columns)
+        seed = torch.einsum("n,nkc->nc", c, columns).unsqueeze(1)
+        again, mixed = self._grads([call.edge for call in calls], seed, keep_graph=True), []
+        for call, own, scaled in zip(calls, grads, again, strict=False):
+            if own is not None and scaled is not None:
+                gap = scaled[0] - torch.einsum("n,kn...->n...", c.to(own), own)
+                if bool(gap.abs().max() > torch.finfo(self.precision).eps ** 0.5 * own.abs().sum(0).max()):
+                    mixed.append(call)
+        return mixed
+
+    def leave(self, mixed: Iterable[Call], late: bool = False) -> bool:
+        """Leave layers that mix samples to the fallback or `bare`, or raise; whether there are any. late: warn."""
+        left = {call.layer.name: call.layer for call in mixed}
+        for name, layer in left.items():
+            reason = f"the outputs of one sample depend on what layer {name!r} gives for another: {MIXED}"
+            if late:
+                reason += ". An earlier look found nothing: steps since then may have been wrong"
+            if not self.plan.has_fallback and not self.is_bare(layer):
+                raise ValueError(f"{reason}. If it only reorders them, pass fallback='autograd'")
+            if late:
+                warnings.warn(reason, RuntimeWarning, stacklevel=2)
+            self.plan.findings.uncapturable[name] = reason
+            self.calls = [call for call in self.calls if call.layer is not layer]
+        return bool(left)
+
     def _warn_of_columns(self, count: int) -> None:
         self.plan.findings.warn_of_passes(
             count,
@@ -191,8 +228,8 @@ class GraphCapture(Pass):
 
     def is_bare(self, layer: Layer) -> bool:
         """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
-        graph, names = PassGraph.behind(self.outputs), list(layer.parameters.values())
-        return len(find_bare(self.plan, graph, names, len(self.outputs)).keys) == len(names)
+        names = list(layer.parameters.values())
+        return len(find_bare(self.plan, self.graph, names, len(self.outputs)).keys) == len(names)
 
     def check_inputs(self) -> None:
         """Raise if the input of a layer was changed in place after the layer used it."""

@@ -31,7 +31,6 @@ from woodbury.jets import Jet
 _MATRIX_PRODUCTS = frozenset((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__))
 _SPREADING = frozenset((Tensor.expand, Tensor.repeat, Tensor.broadcast_to, torch.broadcast_to))
 
-
 # Whether this backward pass goes on to a node: derivatives in x, that a model takes itself, need none in W.
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
@@ -163,7 +162,7 @@ def _map_over_samples(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for place, value in zip(tensors, values, strict=True):
             own[place] = value
         own_args, own_kwargs = pytree.tree_unflatten(own, structure)
-        result = func(*own_args, **own_kwargs)
+        result = (_weight_norm if func is torch._weight_norm else func)(*own_args, **own_kwargs)
         if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
         others.append(result)
@@ -175,6 +174,12 @@ def _map_over_samples(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if axis is None:
         return pytree.tree_map(lambda result: result.as_subclass(Copies), results)
     return pytree.tree_map(lambda result: result.flatten(axis, axis + 1), results)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """As torch._weight_norm, which torch.func maps by a loop over the samples; dim=-1: the norm of all of v."""
+    axes = [axis for axis in range(v.dim() + 1) if axis != dim]  # one more, so that there is one at least
+    return v * (g / torch.linalg.vector_norm(v.unsqueeze(-1), dim=axes, keepdim=True).squeeze(-1))
 
 
 def _sample_axis(tensor: Tensor, samples: int) -> int | None:

@@ -10,9 +10,9 @@ Four exact methods, from fast to slow, for a model that was run on a batch of n 
 `expanded` needs functions of parameters that torch.func can map over samples, `func` a whole model that it can
 transform, be it one that calls torch.func itself. `func` and `chunks` need outputs for some samples that are
 those it gives for the whole batch, and so no random numbers. The outputs are compared at every batch, as a model
-may change (`model.train()`), and the rows at every new shape: an axis may look like that of samples, and
-torch.func has had wrong rules for some operations (the backward pass of `prelu`, mapped twice over as many samples
-as seeds).
+may change (`model.train()`), and the rows at every new shape, or every batch if the model reorders samples: an
+axis may look like that of samples, and torch.func has had wrong rules for some operations (the backward pass of
+`prelu`, mapped twice over as many samples as seeds).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -37,6 +37,7 @@ from woodbury.layers.forms import Dtype, byte_limit, windows
 from woodbury.layers.maps import plain_attention
 from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.model.expanded import expand, grads_by_sample
+from woodbury.model.graph import PassGraph
 from woodbury.model.plan import Plan
 from woodbury.products import transposed_jacobian_product
 
@@ -60,6 +61,16 @@ class Pass:
     outputs: Tensor
     autocast: torch.dtype | None = field(default=None, kw_only=True)  # its type, if not that of the parameters
     random: _random.Snapshot | None = field(default=None, kw_only=True)  # before it, if it may be repeated
+
+    @cached_property
+    def graph(self) -> PassGraph:
+        return PassGraph.behind(self.outputs)
+
+    @cached_property
+    def reorders(self) -> bool:
+        """Whether samples may have another order inside; not asked on a device, which would have to wait."""
+        samples = len(self.outputs)
+        return samples > 1 and self.plan.device.type == "cpu" and self.graph.reorders(samples)
 
     def moved(self, share: float) -> float:
         """max |y(theta + d) - y(theta)| for changes d by this share of the parameters; 0 where it is not known."""
@@ -149,6 +160,7 @@ class WrittenRows:
         """By the method that worked for this model before, if any, without a check of shapes that were right."""
         columns, findings = self.columns, self.forward_pass.plan.findings
         method, checked = findings.fallback_method, findings.checked_rows
+        checked = set() if self.forward_pass.reorders else checked  # what was right for others says nothing
         methods = {"expanded": self.by_expansion, "func": self.by_func, "chunks": self.by_chunks}
         # the one that worked before first; where it fails (another term of the same fit, say) all others are tried
         order = [] if method == "graph" else sorted(methods, key=lambda name: name != method)

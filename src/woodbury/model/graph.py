@@ -156,6 +156,41 @@ class PassGraph:
     def __contains__(self, node: object) -> bool:
         return node in self.consumers or node is self.root
 
+    def reorders(self, samples: int) -> bool:
+        """Whether samples may have another order inside, which may be a different one at every batch."""
+        return any(_reorders(node, samples) for node in (self.root, *self.consumers) if node.name() in _MOVING)
+
+
+_JOINING = ("CatBackward0", "StackBackward0")
+_MOVING = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Index", "IndexSelect", "Gather", "Embedding", "Sort", "Topk", "Take", "MaskedSelect", "Flip", "Roll"),
+        *("IndexPut", "IndexCopy", "IndexAdd", "Put", "MaskedScatter", "Scatter", "ScatterAdd", "ScatterReduce"),
+        "PackPaddedSequence",
+    )
+) | {"torch::autograd::CopySlices", *_JOINING}
+
+
+def _reorders(node: Any, samples: int) -> bool:
+    """Whether a node of `_MOVING` moves entries along an axis with one of them, or several, per sample."""
+    if all(hasattr(source, "variable") for source, _ in node.next_functions if source is not None):
+        return False  # a look-up in a parameter
+    shape = getattr(node, "_saved_self_sym_sizes", node._input_metadata[0].shape)
+    indices = getattr(node, "_saved_indices", None)
+    if isinstance(indices, tuple):
+        dims = [dim for dim, index in enumerate(indices) if index is not None and not _is_in_order(index)]
+    else:
+        dims = getattr(node, "_saved_dims", None) or [getattr(node, "_saved_dim", None)]
+    if node.name() in _JOINING:
+        dims = [dim for dim in dims if dim == 0]  # along others they join features
+    # torch gives a negative one as a number of 64 bits without a sign
+    return any(dim is None or shape[dim - 2**64 * (dim >= 2**63)] % samples == 0 for dim in dims)
+
+
+def _is_in_order(index: Tensor) -> bool:
+    return index.dtype == torch.long and index.equal(torch.arange(index.numel(), device="cpu"))
+
 
 def unseen_parameters(plan: Plan, graph: PassGraph, calls: Sequence[Call]) -> dict[str, str]:
     """Parameter -> its module, for parameters that reach the outputs outside the captured calls too.

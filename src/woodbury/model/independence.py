@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from itertools import combinations, compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury._batch import Batch
-from woodbury.model.capture import GraphCapture, capture, casting
+from woodbury._process import level_of_caller
+from woodbury.model.capture import MIXED, GraphCapture, capture, casting
 from woodbury.model.fallback import Forward, outputs_agree
 from woodbury.model.graph import graph_edges
 from woodbury.model.plan import Plan
 
-_MIXED = (
-    "rows per sample do not exist where the model mixes the samples of a batch (attention, recurrent layers and "
-    "transformers need batch_first=True where samples lie along the first axis)"
-)
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = True) -> None:
@@ -43,14 +42,57 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     if samples < 2:
         return
     captured.check_inputs()
+    if alone and look == 1:
+        _check_attributes(captured)
     parts, generator = _parts(samples, look)
-    doubtful = [part for part in parts if _leaves_layers(captured, part, generator)]
+    late = look > 1 and not captured.reorders  # else every pass is checked
+    doubtful = [part for part in parts if _leaves_layers(captured, part, generator, late)]
     run = parts if alone else doubtful
     same = [_same_alone(captured, part.nonzero().flatten().flip(0)) for part in run]
     reason = _mixed_inputs(captured, look) if alone and not all(same) else None
     if False in same:
         reason = reason or _mixed_alone(captured, int(run[same.index(False)].sum()))
     _refuse(captured.plan, reason, look)
+
+
+def _attributes(model: nn.Module) -> dict[str, str]:
+    """The numbers and tensors that modules hold as attributes, by name, in words that change with them."""
+
+    def describe(value: Any) -> str:
+        if type(value) is Tensor and value.layout is torch.strided and not value.is_complex():
+            own = value.detach().double()
+            return f"{own.shape} {float(own.sum())} {float(own.norm())}"
+        return repr(value) if type(value) in (bool, int, float) else ""
+
+    return {
+        f"{path}.{name}".lstrip("."): str([*map(describe, pytree.tree_leaves(value))])
+        for path, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn.modules.")
+        for name, value in vars(module).items()
+        if name not in _OF_MODULES
+    }
+
+
+def _check_attributes(captured: GraphCapture) -> None:
+    """Warn of attributes that a pass changes, and the same pass once more changes again."""
+    plan = captured.plan
+    before = _attributes(plan.model)
+    changed = list(before)
+    for _ in range(2):
+        if not changed:
+            return
+        with _random.kept(plan.device), casting(captured.autocast, plan), torch.enable_grad():
+            captured.forward(plan.model, captured.inputs)
+        after = _attributes(plan.model)
+        before, changed = after, [name for name in after if after[name] != before.get(name)]
+    for name in changed:
+        warnings.warn(
+            f"a pass through the model changes its attribute {name!r}: a step makes several, each goes on from "
+            "what the one before left. Ways out: register_buffer, since a step restores buffers, or pass it with "
+            "the inputs",
+            RuntimeWarning,
+            stacklevel=level_of_caller(),
+        )
 
 
 def _refuse(plan: Plan, reason: str | None, look: int) -> None:
@@ -90,22 +132,11 @@ def _depends(outputs: Tensor, sources: Sequence[Any], part: Tensor, generator: t
     return [grad is not None and bool((grad[others.to(grad.device)].abs() > 0).any()) for grad in grads]
 
 
-def _leaves_layers(captured: GraphCapture, part: Tensor, generator: torch.Generator) -> bool:
-    """Raise if outputs of a part depend on what a layer gives for the others; or leave it to the fallback.
-
-    Whether it left some.
-    """
+def _leaves_layers(captured: GraphCapture, part: Tensor, generator: torch.Generator, late: bool) -> bool:
+    """Leave layers whose outputs for other samples those of a part depend on; whether there are any."""
     edges = [call.edge for call in captured.calls]
-    if not edges:
-        return False
-    depends = _depends(captured.outputs, edges, part, generator)
-    for call in compress(list(captured.calls), depends):
-        reason = f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
-        if not captured.plan.has_fallback and not captured.is_bare(call.layer):
-            raise ValueError(reason)
-        captured.plan.findings.uncapturable[call.layer.name] = reason
-        captured.calls = [other for other in captured.calls if other.layer is not call.layer]
-    return len(captured.calls) < len(edges)
+    depends = _depends(captured.outputs, edges, part, generator) if edges else []
+    return captured.leave(compress(captured.calls, depends), late)
 
 
 def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
@@ -136,7 +167,7 @@ def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
     if not mixed:
         return None
     what = f"what layer {names[0]!r} gives for one sample depends" if names else "the outputs of one sample depend"
-    return f"{what} on the inputs of another: {_MIXED}"
+    return f"{what} on the inputs of another: {MIXED}"
 
 
 def _same(captured: GraphCapture, inputs: Any, whole: Tensor) -> bool | None:
@@ -172,7 +203,7 @@ def _same_alone(captured: GraphCapture, index: Tensor) -> bool | None:
 def _mixed_alone(captured: GraphCapture, count: int) -> str:
     return (
         f"the outputs of {'one' if count == 1 else count} of {len(captured.outputs)} samples change when run "
-        f"apart from the others: {_MIXED}, or changes from one run to the next"
+        f"apart from the others: {MIXED}, or changes from one run to the next"
     )
 
 
