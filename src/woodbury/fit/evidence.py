@@ -39,6 +39,7 @@ LEAST_RATIO = 1e-4  # to move at all
 LEAST, MOST = 1e-4, 1e8  # bounds of precisions
 SMALLEST_TARGETS = 0.01
 LEAST_NOISE = 1e-8  # of the variance of the targets: below, rounding would decide about the prior
+WITH_SCALE = nn.MSELoss | nn.HuberLoss | nn.SmoothL1Loss | nn.L1Loss  # which follows from the data as noise does
 NOT_DEFINITE = (
     "by weight_decay='evidence' prior and noise came to a posterior that is not positive definite in float64: "
     "targets are far from (-1, 1), or without noise. Ways out: woodbury.Scale.targets(y) as the last layer of the "
@@ -55,6 +56,7 @@ class Start(NamedTuple):
 
 
 STARTS = (Start(1.0, 0.3), Start(3.0, 1.0), Start(0.1, 0.1), Start(0.01, 0.01))
+STIFF = 1000.0  # precision of a last start, for many columns and weak signals: the others end in noise there
 TRIAL_STEPS = 50  # of each, unless its evidence rises no more before
 LEAST_TRIAL = 40  # steps in all for each start, or there are fewer
 
@@ -91,17 +93,18 @@ class EvidenceRun(Run):
         rows, value = self._rows(), self.evaluate([data])
         self.number_count = rows.number_count if number_count is None else number_count
         self.divisor = rows.total / value if value else self.number_count  # of the sum, to get the loss
-        self.variance: float | None = None  # of the targets, for squared error
-        if isinstance(loss, nn.MSELoss) and data[1] is not None:
-            targets = data[1] if data[1].is_floating_point() else data[1].double()
-            centre = targets.mean(0) if number_count is None else 0.0  # which weighted targets have lost already
-            self.variance = float((targets - centre).double().square().sum()) / self.number_count or 1.0
+        self.variance: float | None = None  # of the targets, or the loss of their mean: for losses with a scale
+        if isinstance(loss, WITH_SCALE) and data[1] is not None:
+            targets = data[1].double()
+            centre = targets.mean(0) if number_count is None else targets.new_zeros(1)  # weighted ones have lost it
+            value = float(loss(centre.expand_as(targets), targets))
+            self.variance = value * self.divisor / self.number_count or 1.0
         self._warn_of_time()
         if self.limits.steps is not None:
             starts = starts[: max(1, self.limits.steps // LEAST_TRIAL)]
         self.first = self.parameters(), copy.deepcopy(optimizer.state_dict())
         self.trials: list[dict[str, Any]] = []  # the starts that were tried
-        self.waiting = list(starts[1:])
+        self.waiting = [*starts[1:], Start(STIFF, 1.0, starts[0].parameters)]
         self._begin(starts[0])
 
     def _warn_of_time(self) -> None:
@@ -165,16 +168,23 @@ class EvidenceRun(Run):
             self._update()
         return lambda: self._note(info)
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this is the best start, and the stiff one waits for its end."""
+        return len(self.waiting) == 1 and not self.trials
+
     def _next_start(self) -> None:
-        """Where the trial of a start is over: the next one, or the best of all."""
+        """Where the trial of a start is over: the next one, or the best of all; after its end the stiff one."""
         if not (self.waiting or self.trials) or not self.evidence:
             return
-        if self.has_settled or self.steps >= min(TRIAL_STEPS, self.most_steps):
+        goes_on = self._goes_on
+        if self.has_settled or self.steps >= min(self.most_steps, math.inf if goes_on else TRIAL_STEPS):
             self.trials.append(self._start_state())
-            if self.waiting:
+            if goes_on or len(self.waiting) > 1:
                 self._begin(self.waiting.pop(0))
             else:
                 self._take_best()
+                self._next_start()
 
     def _take_best(self) -> None:
         best = max(self.trials, key=lambda trial: trial["evidence"][-1])
@@ -210,7 +220,8 @@ class EvidenceRun(Run):
         return None
 
     def shown(self) -> tuple[str, float]:
-        return f"start {len(self.trials) + 1}" if self.trials or self.waiting else "the best start", 0.0
+        is_trial = (self.trials or self.waiting) and not self._goes_on
+        return f"start {len(self.trials) + 1}" if is_trial else "the best start", 0.0
 
     def finish(self) -> None:
         fit = self.fit
@@ -250,9 +261,9 @@ class EvidenceRun(Run):
     def state(self) -> dict[str, Any]:
         waiting = [tuple(own) for own in self.waiting]
         own = {"first": self.first, "start": self._start_state(), "trials": list(self.trials), "waiting": waiting}
-        return {**super().state(), **own}
+        return {**super().state(), **own, "divisor": self.divisor}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         self._load_start(state["start"])
-        self.first = state["first"]
+        self.first, self.divisor = state["first"], state.get("divisor", self.divisor)
         self.trials, self.waiting = list(state["trials"]), [Start(*own) for own in state["waiting"]]
