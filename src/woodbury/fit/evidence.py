@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -29,6 +30,7 @@ from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.policies.damping import LevenbergMarquardt
 from woodbury.posterior import Posterior, TrainingData
+from woodbury.products import is_sum
 
 FIRST_STEPS, STEPS = 8, 3  # before the first update of the prior, and between two
 UPDATES = 2  # of prior and noise, at the same parameters
@@ -57,6 +59,7 @@ class Start(NamedTuple):
 
 STARTS = (Start(1.0, 0.3), Start(3.0, 1.0), Start(0.1, 0.1), Start(0.01, 0.01))
 STIFF = 1000.0  # precision of a last start, for many columns and weak signals: the others end in noise there
+NOTHING = 1e-4  # of the variance of the targets, or where they have no noise of 1: what differs less is constant
 TRIAL_STEPS = 50  # of each, unless its evidence rises no more before
 LEAST_TRIAL = 40  # steps in all for each start, or there are fewer
 
@@ -94,11 +97,16 @@ class EvidenceRun(Run):
         self.number_count = rows.number_count if number_count is None else number_count
         self.divisor = rows.total / value if value else self.number_count  # of the sum, to get the loss
         self.variance: float | None = None  # of the targets, or the loss of their mean: for losses with a scale
+        self.of_constant = math.inf  # the log likelihood of the best one, where it is known
         if isinstance(loss, WITH_SCALE) and data[1] is not None:
             targets = data[1].double()
             centre = targets.mean(0) if number_count is None else targets.new_zeros(1)  # weighted ones have lost it
             value = float(loss(centre.expand_as(targets), targets))
-            self.variance = value * self.divisor / self.number_count or 1.0
+            self.variance = value / (self.number_count if is_sum(loss) else 1.0) or 1.0
+            self.of_constant = -0.5 * self.number_count * (1 + math.log(2 * math.pi * self.variance))
+        elif isinstance(loss, nn.CrossEntropyLoss) and len(rows.output_shape) == 1:
+            masses = rows.class_masses.sum(0)
+            self.of_constant = float(torch.special.xlogy(masses, masses / masses.sum()).sum())
         self._warn_of_time()
         if self.limits.steps is not None:
             starts = starts[: max(1, self.limits.steps // LEAST_TRIAL)]
@@ -118,6 +126,8 @@ class EvidenceRun(Run):
                 "Ways out: more seconds, fewer samples, a smaller model, or a number in place of 'evidence'",
                 stacklevel=level_of_caller(),
             )
+        elif not self.limits.seconds:
+            pace.warn_of_slow_steps()
 
     def _begin(self, start: Start) -> None:
         parameters, optimizer = self.first
@@ -174,11 +184,13 @@ class EvidenceRun(Run):
         return len(self.waiting) == 1 and not self.trials
 
     def _next_start(self) -> None:
-        """Where the trial of a start is over: the next one, or the best of all; after its end the stiff one."""
+        """Where the trial of a start is over: the next one, or the best; the stiff one where a constant beats that."""
         if not (self.waiting or self.trials) or not self.evidence:
             return
         goes_on = self._goes_on
-        if self.has_settled or self.steps >= min(self.most_steps, math.inf if goes_on else TRIAL_STEPS):
+        if goes_on and self.evidence[-1] > self.of_constant:
+            return
+        if self.has_settled or (not goes_on and self.steps >= min(TRIAL_STEPS, self.most_steps)):
             self.trials.append(self._start_state())
             if goes_on or len(self.waiting) > 1:
                 self._begin(self.waiting.pop(0))
@@ -231,14 +243,26 @@ class EvidenceRun(Run):
             self.trials.append(self._start_state())
         if self.trials:
             self._take_best()
-        fit.best_step, fit.loss = self.at if self.steps else 0, self.evaluate([self.data])
+        seen: list[Data] = []
+        fit.best_step, fit.loss = self.at if self.steps else 0, self.evaluate([self.data], seen)
         if self.evidence:
             fit.noise, fit.effective_parameters, fit.log_evidence = self.noise, self.effective, self.evidence[-1]
+            self._warn_of_constant(seen[0][0])
         if self.validation is not None:
             fit.validation = self.validation_loss()
         kept = copy.deepcopy(self.model).eval()  # the caller may change model and data before a posterior is made
         self.data = pytree.tree_map_only(Tensor, Tensor.clone, self.data)
         fit.make_posterior = lambda: self.posterior(kept)
+
+    def _warn_of_constant(self, outputs: Tensor) -> None:
+        """After the fit: say where it is a constant."""
+        spread, targets = (own.double().var(0, correction=0).max() for own in (outputs, self.data[1]))
+        if spread < NOTHING * (1.0 if self.variance is None else targets):
+            warnings.warn(
+                "fit: the evidence finds nothing but the mean in these data: predictions hardly differ. Ways out: more "
+                "samples, fewer columns, other random numbers at the start, or validation=0.2 in place of 'evidence'",
+                stacklevel=level_of_caller(),
+            )
 
     def posterior(self, model: nn.Module | None = None) -> Posterior:
         """That of the model as it is, or of a copy of it."""
