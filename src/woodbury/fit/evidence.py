@@ -2,11 +2,12 @@
 
 Levenberg-Marquardt steps on all of the data, and between them MacKay's iteration (`TrainingData.update`) for the
 noise and for one precision per parameter tensor, delta, which is the weight decay 2 s delta / (n C) of `MSELoss`
-and delta / n of `CrossEntropyLoss`. It ends when the evidence rises no more: nothing has to be held out.
+and delta / n of `CrossEntropyLoss`. Robust losses have a scale s in the place of the noise, with the normalisation of
+squared error: right where residuals are small, and up to twice too large where they are not. It ends when the evidence rises no more: nothing has to be held out.
 
 The iteration has several ends: from a stiff prior all parameters may vanish, from a flexible one noise may be
 memorised. So it begins a few times, from priors of different stiffness, for some steps each; the one with the
-largest evidence goes on.
+largest evidence goes on. Where a constant has a larger one in the end, a last start is tried, from a very stiff prior.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class EvidenceRun(Run):
         self.of_constant = math.inf  # the log likelihood of the best one, where it is known
         if isinstance(loss, WITH_SCALE) and data[1] is not None:
             targets = data[1].double()
-            centre = targets.mean(0) if number_count is None else targets.new_zeros(1)  # weighted ones have lost it
+            centre = (
+                targets.mean(0) if number_count is None else targets.new_zeros(1)
+            )  # weighted ones have lost it
             value = float(loss(centre.expand_as(targets), targets))
             self.variance = value / (self.number_count if is_sum(loss) else 1.0) or 1.0
             self.of_constant = -0.5 * self.number_count * (1 + math.log(2 * math.pi * self.variance))
