@@ -2,12 +2,12 @@
 
 Levenberg-Marquardt steps on all of the data, and between them MacKay's iteration (`TrainingData.update`) for the
 noise and for one precision per parameter tensor, delta, which is the weight decay 2 s delta / (n C) of `MSELoss`
-and delta / n of `CrossEntropyLoss`. Robust losses have a scale s in the place of the noise, with the normalisation of
-squared error: right where residuals are small, and up to twice too large where they are not. It ends when the evidence rises no more: nothing has to be held out.
+and delta / n of `CrossEntropyLoss`. It ends when the evidence rises no more: nothing has to be held out. A robust
+loss has a scale, found as if it were half a squared error: right for small residuals, else up to twice too large.
 
 The iteration has several ends: from a stiff prior all parameters may vanish, from a flexible one noise may be
 memorised. So it begins a few times, from priors of different stiffness, for some steps each; the one with the
-largest evidence goes on. Where a constant has a larger one in the end, a last start is tried, from a very stiff prior.
+largest evidence goes on. Where a constant has a larger one in the end, a last start follows, from a stiffer prior.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ class EvidenceRun(Run):
         self.of_constant = math.inf  # the log likelihood of the best one, where it is known
         if isinstance(loss, WITH_SCALE) and data[1] is not None:
             targets = data[1].double()
-            centre = (
-                targets.mean(0) if number_count is None else targets.new_zeros(1)
-            )  # weighted ones have lost it
+            centre = targets.mean(0) * float(number_count is None)  # which weighted targets have lost already
             value = float(loss(centre.expand_as(targets), targets))
             self.variance = value / (self.number_count if is_sum(loss) else 1.0) or 1.0
             self.of_constant = -0.5 * self.number_count * (1 + math.log(2 * math.pi * self.variance))
@@ -187,13 +185,12 @@ class EvidenceRun(Run):
         return len(self.waiting) == 1 and not self.trials
 
     def _next_start(self) -> None:
-        """Where the trial of a start is over: the next one, or the best; the stiff one where a constant beats that."""
+        """Where the trial of a start is over: the next one, or the best; the stiff one if a constant is better."""
         if not (self.waiting or self.trials) or not self.evidence:
             return
         goes_on = self._goes_on
-        if goes_on and self.evidence[-1] > self.of_constant:
-            return
-        if self.has_settled or (not goes_on and self.steps >= min(TRIAL_STEPS, self.most_steps)):
+        is_over = self.has_settled or self.steps >= min(TRIAL_STEPS, self.most_steps)
+        if self.has_settled and self.evidence[-1] <= self.of_constant if goes_on else is_over:
             self.trials.append(self._start_state())
             if goes_on or len(self.waiting) > 1:
                 self._begin(self.waiting.pop(0))
@@ -262,8 +259,8 @@ class EvidenceRun(Run):
         spread, targets = (own.double().var(0, correction=0).max() for own in (outputs, self.data[1]))
         if spread < NOTHING * (1.0 if self.variance is None else targets):
             warnings.warn(
-                "fit: the evidence finds nothing but the mean in these data: predictions hardly differ. Ways out: more "
-                "samples, fewer columns, other random numbers at the start, or validation=0.2 in place of 'evidence'",
+                "fit: the evidence finds nothing but the mean in these data: predictions hardly differ. Ways out: "
+                "more samples, fewer columns, another seed, or validation=0.2 in place of 'evidence'",
                 stacklevel=level_of_caller(),
             )
 

@@ -164,7 +164,7 @@ class Problems:
             held_out=None if request.held_out is None else tuple(request.held_out),
             random=None if chain is not None else transaction.random,
             state=context.state,
-            check_room=partial(self._check_room, settings),
+            check_room=partial(self._check_room, settings, context.state),
         )
         return problem, hyper
 
@@ -209,11 +209,11 @@ class Problems:
         self.rule = loss_rule(loss)
         self._options = loss, dict(attributes), buffers, versions  # tensors that are held keep their ids
 
-    def _check_room(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
+    def _check_room(self, settings: Settings, state: dict[Any, Any], problem: Problem, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
         batch, plan = problem.batch, problem.plan
         sizes = plan, settings, self.rule, batch.samples, batch.curvature, raw.shape
-        problem.state["columns"] = k = settings.curvature.column_count(self.rule, raw.shape)
+        state["columns"] = k = settings.curvature.column_count(self.rule, raw.shape)
         if sizes == self._small:
             return
         row_count, number = batch.curvature * k * (1 + settings.memory), raw.element_size()
