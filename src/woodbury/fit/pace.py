@@ -73,8 +73,8 @@ class Pace:
         needed = self.seconds_beyond(SLOW, 1)
         if needed is not None:
             warnings.warn(
-                f"fit: a step on all {self.samples} samples takes about {needed:.2g} s. Where digits do not matter, "
-                "mini-batches take a small part of it: fit(model, loss, loader, epochs=20)",
+                f"fit: a step on all {self.samples} samples takes about {needed:.2g} s. Mini-batches take a small "
+                "part of it, where digits do not matter: fit(model, loss, loader, epochs=20)",
                 stacklevel=level_of_caller(),
             )
 
