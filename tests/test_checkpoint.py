@@ -85,6 +85,7 @@ FITS = {
     "a share": (network, lambda: {"data": smooth(), "steps": 8, "validation": 0.25, "seed": 4}, (3,)),
     "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 45)),
     "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 11)),
+    "defaults": (network, lambda: {"data": DataLoader(TensorDataset(*smooth(1200)), 300), "epochs": 3}, (2, 7)),
     "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 12)),
     "own generator": (network, lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING}, (3, 6, 9)),
     "validation loader": (network, lambda: {"data": loader(), **TRAINING, "validation": loader(size=7)}, (5, 9)),
@@ -150,6 +151,19 @@ def test_a_fit_that_was_killed_ends_as_one_that_was_not(name, tmp_path):
     model = make()
     start(98)
     assert told(fitted(model, arguments(), resume=path), model) == whole  # of one that has ended: its end
+
+
+def test_a_fit_by_evidence_goes_on_with_a_model_that_starts_elsewhere():
+    data, ends = [own.float() for own in smooth()], []
+    for stop in (10, 99):
+        model = network().float()
+        arguments = {"data": data, "steps": 20, "weight_decay": "evidence"}
+        fit = fitted(model, arguments, callback=lambda fit, stop=stop: fit.steps == stop)
+        if stop == 10:
+            model = network(seed=7).float()
+            fitted(model, arguments, resume=fit)
+        ends.append(reference.theta(model))
+    assert torch.equal(*ends)
 
 
 def test_a_resume_leaves_random_numbers_alone_where_the_fit_draws_none(tmp_path):

@@ -15,6 +15,7 @@ import woodbury
 from benchmarks import noise
 from cases import every_pair
 from checks import refused, told
+from woodbury.fit import pace
 from woodbury.fit.evidence import EvidenceRun, Start
 from woodbury.fit.limits import Limits
 from woodbury.fit.precise import PreciseRun
@@ -174,6 +175,37 @@ def test_the_posterior_of_a_fit_is_that_of_its_prior_and_noise_now_and_later():
         for own in (*data, *model.parameters()):
             own.mul_(3)
     assert torch.equal(woodbury.posterior(fit).covariance(other), posterior.covariance(other))
+
+
+@pytest.mark.parametrize("classes", [0, 2])
+def test_where_columns_are_many_the_evidence_finds_the_mean_and_says_so(classes):
+    draws = torch.Generator().manual_seed(0)
+    x = 2 * torch.rand(240, 60, generator=draws, dtype=torch.float64) - 1
+    y = torch.sin(3 * x[:, :1] * x[:, 1:2]) + 0.3 * torch.randn(240, 1, generator=draws, dtype=torch.float64)
+    y, loss = ((y[:, 0] > 0).long(), nn.CrossEntropyLoss()) if classes else (y, MSE)
+    model = network(60, 12, max(classes, 1))
+    with pytest.warns(UserWarning, match="finds nothing but the mean"):
+        fitted(model, (x[:80], y[:80]), loss=loss, weight_decay="evidence")
+    constant = math.log(2) if classes else y[80:].var().item()
+    assert loss_of(model, (x[80:], y[80:]), loss) < 1.05 * constant
+
+
+@pytest.mark.parametrize("loss", [nn.HuberLoss(), nn.SmoothL1Loss(reduction="sum"), nn.L1Loss()])
+def test_robust_losses_have_the_scale_of_the_data(loss):
+    (x, y), model = noisy(deviation=0.1), network(2, 6, 1)
+    fitted(model, (x, 0.03 * y), loss=loss, weight_decay="evidence")
+    assert loss_of(model, (x, 0.03 * torch.sin(2 * x[:, :1]))) < 0.02 * 0.03**2
+
+
+@pytest.mark.parametrize("how", [{}, {"validation": 0.2}, {"weight_decay": "evidence"}])
+def test_slow_steps_are_said_unless_time_is_limited(how, monkeypatch):
+    monkeypatch.setattr(pace, "SLOW", 1e-9)
+    with pytest.warns(UserWarning, match=r"a step on all \d+ samples takes about .*epochs=20") as seen:
+        fitted(network(), noisy(), steps=1, **how)
+    assert seen[0].filename == __file__
+    with told() as texts:
+        fitted(network(), noisy(), steps=1, seconds=100.0, **how)
+    assert not texts
 
 
 # -- bad input ------------------------------------------------------------------------------------------------

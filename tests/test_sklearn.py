@@ -106,7 +106,7 @@ def test_units_of_inputs_and_targets_do_not_matter():
 def small_data():
     random = np.random.RandomState(0)
     X = random.randn(40, 2)
-    return X, np.tanh(X[:, 0] * X[:, 1]) + 0.1 * random.randn(40)
+    return X, np.tanh(X[:, 0] - X[:, 1]) + 0.1 * random.randn(40)
 
 
 SMALL = {"hidden_layer_sizes": (4,), "restarts": 1, "max_iter": 12, "random_state": 0}
@@ -234,6 +234,15 @@ def test_a_fit_that_did_not_converge_says_so_where_it_was_called():
     assert seen[0].filename == __file__
     with silence():
         assert 10 < LMRegressor(**SMALL | {"max_iter": 150}).fit(X, y).n_iter_ < 150
+
+
+def test_noise_alone_gives_the_mean_and_a_warning_where_fit_was_called():
+    draws = np.random.RandomState(0)
+    X, y = draws.normal(size=(40, 30)), draws.normal(size=40)
+    with pytest.warns(UserWarning, match="finds nothing but the mean") as seen:
+        regressor = LMRegressor(5, random_state=0).fit(X, y)
+    assert seen[0].filename == __file__
+    np.testing.assert_allclose(regressor.predict(draws.normal(size=(9, 30))), y.mean(), atol=1e-3)
 
 
 # -- classes ------------------------------------------------------------------------------------------------------

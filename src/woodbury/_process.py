@@ -103,8 +103,8 @@ def stop_on_signal(*numbers: int) -> Iterator[Callable[[], bool]]:
 
 
 def level_of_caller() -> int:
-    """The `stacklevel` of a warning that points at the first line outside this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "woodbury":
+    """The `stacklevel` of a warning that points at the first line outside this package and its decorators."""
+    level, frame, ours = 1, sys._getframe(1), ("woodbury", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
         level, frame = level + 1, frame.f_back
     return level

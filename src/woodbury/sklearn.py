@@ -103,7 +103,7 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, LMEstimator):
 
     Args:
         hidden_layer_sizes: the numbers of tanh units in the hidden layers; one number for one layer.
-        restarts: how many starts are tried.
+        restarts: how many starts are tried, and one more where a constant beats them.
         max_iter: the most Levenberg-Marquardt steps of the start that is chosen; a ConvergenceWarning says that
             they were not enough.
         tol: it stops where the log evidence per sample has risen by less than this over nine steps.

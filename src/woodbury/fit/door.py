@@ -97,8 +97,9 @@ def fit(
         forward: f(model, inputs) in place of model(inputs).
         fallback: as in `GaussNewton`; None refuses parameters that no layer rule covers.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss. "evidence", for a pair: one for each parameter
-            tensor, and for squared error the noise, by the evidence of the Gauss-Newton posterior; validation data
-            is then measured only, as nothing has to be held out.
+            tensor, and for squared error the noise, for HuberLoss, SmoothL1Loss and L1Loss the scale, by the
+            evidence of the Gauss-Newton posterior; validation data is then measured only. A warning says where the
+            evidence finds nothing but the mean, as with many columns.
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
             epochs, if there is no budget). After `resume` steps and seconds count from the very first. Where fewer
             than five steps on all of a pair fit in the seconds, steps take a part of it, with a warning.

@@ -2,11 +2,12 @@
 
 Levenberg-Marquardt steps on all of the data, and between them MacKay's iteration (`TrainingData.update`) for the
 noise and for one precision per parameter tensor, delta, which is the weight decay 2 s delta / (n C) of `MSELoss`
-and delta / n of `CrossEntropyLoss`. It ends when the evidence rises no more: nothing has to be held out.
+and delta / n of `CrossEntropyLoss`. It ends when the evidence rises no more: nothing has to be held out. A robust
+loss has a scale, found as if it were half a squared error: right for small residuals, else up to twice too large.
 
 The iteration has several ends: from a stiff prior all parameters may vanish, from a flexible one noise may be
 memorised. So it begins a few times, from priors of different stiffness, for some steps each; the one with the
-largest evidence goes on.
+largest evidence goes on. Where a constant has a larger one in the end, a last start follows, from a stiffer prior.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -29,6 +31,7 @@ from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.policies.damping import LevenbergMarquardt
 from woodbury.posterior import Posterior, TrainingData
+from woodbury.products import is_sum
 
 FIRST_STEPS, STEPS = 8, 3  # before the first update of the prior, and between two
 UPDATES = 2  # of prior and noise, at the same parameters
@@ -39,6 +42,7 @@ LEAST_RATIO = 1e-4  # to move at all
 LEAST, MOST = 1e-4, 1e8  # bounds of precisions
 SMALLEST_TARGETS = 0.01
 LEAST_NOISE = 1e-8  # of the variance of the targets: below, rounding would decide about the prior
+WITH_SCALE = nn.MSELoss | nn.HuberLoss | nn.SmoothL1Loss | nn.L1Loss  # which follows from the data as noise does
 NOT_DEFINITE = (
     "by weight_decay='evidence' prior and noise came to a posterior that is not positive definite in float64: "
     "targets are far from (-1, 1), or without noise. Ways out: woodbury.Scale.targets(y) as the last layer of the "
@@ -55,6 +59,8 @@ class Start(NamedTuple):
 
 
 STARTS = (Start(1.0, 0.3), Start(3.0, 1.0), Start(0.1, 0.1), Start(0.01, 0.01))
+STIFF = 1000.0  # precision of a last start, for many columns and weak signals: the others end in noise there
+NOTHING = 1e-4  # of the variance of the targets, or where they have no noise of 1: what differs less is constant
 TRIAL_STEPS = 50  # of each, unless its evidence rises no more before
 LEAST_TRIAL = 40  # steps in all for each start, or there are fewer
 
@@ -91,17 +97,23 @@ class EvidenceRun(Run):
         rows, value = self._rows(), self.evaluate([data])
         self.number_count = rows.number_count if number_count is None else number_count
         self.divisor = rows.total / value if value else self.number_count  # of the sum, to get the loss
-        self.variance: float | None = None  # of the targets, for squared error
-        if isinstance(loss, nn.MSELoss) and data[1] is not None:
-            targets = data[1] if data[1].is_floating_point() else data[1].double()
-            centre = targets.mean(0) if number_count is None else 0.0  # which weighted targets have lost already
-            self.variance = float((targets - centre).double().square().sum()) / self.number_count or 1.0
+        self.variance: float | None = None  # of the targets, or the loss of their mean: for losses with a scale
+        self.of_constant = math.inf  # the log likelihood of the best one, where it is known
+        if isinstance(loss, WITH_SCALE) and data[1] is not None:
+            targets = data[1].double()
+            centre = targets.mean(0) * float(number_count is None)  # which weighted targets have lost already
+            value = float(loss(centre.expand_as(targets), targets))
+            self.variance = value / (self.number_count if is_sum(loss) else 1.0) or 1.0
+            self.of_constant = -0.5 * self.number_count * (1 + math.log(2 * math.pi * self.variance))
+        elif isinstance(loss, nn.CrossEntropyLoss) and len(rows.output_shape) == 1:
+            masses = rows.class_masses.sum(0)
+            self.of_constant = float(torch.special.xlogy(masses, masses / masses.sum()).sum())
         self._warn_of_time()
         if self.limits.steps is not None:
             starts = starts[: max(1, self.limits.steps // LEAST_TRIAL)]
         self.first = self.parameters(), copy.deepcopy(optimizer.state_dict())
         self.trials: list[dict[str, Any]] = []  # the starts that were tried
-        self.waiting = list(starts[1:])
+        self.waiting = [*starts[1:], Start(STIFF, 1.0, starts[0].parameters)]
         self._begin(starts[0])
 
     def _warn_of_time(self) -> None:
@@ -115,6 +127,8 @@ class EvidenceRun(Run):
                 "Ways out: more seconds, fewer samples, a smaller model, or a number in place of 'evidence'",
                 stacklevel=level_of_caller(),
             )
+        elif not self.limits.seconds:
+            pace.warn_of_slow_steps()
 
     def _begin(self, start: Start) -> None:
         parameters, optimizer = self.first
@@ -165,16 +179,24 @@ class EvidenceRun(Run):
             self._update()
         return lambda: self._note(info)
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this is the best start, and the stiff one waits for its end."""
+        return len(self.waiting) == 1 and not self.trials
+
     def _next_start(self) -> None:
-        """Where the trial of a start is over: the next one, or the best of all."""
+        """Where the trial of a start is over: the next one, or the best; the stiff one if a constant is better."""
         if not (self.waiting or self.trials) or not self.evidence:
             return
-        if self.has_settled or self.steps >= min(TRIAL_STEPS, self.most_steps):
+        goes_on = self._goes_on
+        is_over = self.has_settled or self.steps >= min(TRIAL_STEPS, self.most_steps)
+        if self.has_settled and self.evidence[-1] <= self.of_constant if goes_on else is_over:
             self.trials.append(self._start_state())
-            if self.waiting:
+            if goes_on or len(self.waiting) > 1:
                 self._begin(self.waiting.pop(0))
             else:
                 self._take_best()
+                self._next_start()
 
     def _take_best(self) -> None:
         best = max(self.trials, key=lambda trial: trial["evidence"][-1])
@@ -210,7 +232,8 @@ class EvidenceRun(Run):
         return None
 
     def shown(self) -> tuple[str, float]:
-        return f"start {len(self.trials) + 1}" if self.trials or self.waiting else "the best start", 0.0
+        is_trial = (self.trials or self.waiting) and not self._goes_on
+        return f"start {len(self.trials) + 1}" if is_trial else "the best start", 0.0
 
     def finish(self) -> None:
         fit = self.fit
@@ -220,14 +243,26 @@ class EvidenceRun(Run):
             self.trials.append(self._start_state())
         if self.trials:
             self._take_best()
-        fit.best_step, fit.loss = self.at if self.steps else 0, self.evaluate([self.data])
+        seen: list[Data] = []
+        fit.best_step, fit.loss = self.at if self.steps else 0, self.evaluate([self.data], seen)
         if self.evidence:
             fit.noise, fit.effective_parameters, fit.log_evidence = self.noise, self.effective, self.evidence[-1]
+            self._warn_of_constant(seen[0][0])
         if self.validation is not None:
             fit.validation = self.validation_loss()
         kept = copy.deepcopy(self.model).eval()  # the caller may change model and data before a posterior is made
         self.data = pytree.tree_map_only(Tensor, Tensor.clone, self.data)
         fit.make_posterior = lambda: self.posterior(kept)
+
+    def _warn_of_constant(self, outputs: Tensor) -> None:
+        """After the fit: say where it is a constant."""
+        spread, targets = (own.double().var(0, correction=0).max() for own in (outputs, self.data[1]))
+        if spread < NOTHING * (1.0 if self.variance is None else targets):
+            warnings.warn(
+                "fit: the evidence finds nothing but the mean in these data: predictions hardly differ. Ways out: "
+                "more samples, fewer columns, another seed, or validation=0.2 in place of 'evidence'",
+                stacklevel=level_of_caller(),
+            )
 
     def posterior(self, model: nn.Module | None = None) -> Posterior:
         """That of the model as it is, or of a copy of it."""
@@ -250,9 +285,9 @@ class EvidenceRun(Run):
     def state(self) -> dict[str, Any]:
         waiting = [tuple(own) for own in self.waiting]
         own = {"first": self.first, "start": self._start_state(), "trials": list(self.trials), "waiting": waiting}
-        return {**super().state(), **own}
+        return {**super().state(), **own, "divisor": self.divisor}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         self._load_start(state["start"])
-        self.first = state["first"]
+        self.first, self.divisor = state["first"], state.get("divisor", self.divisor)
         self.trials, self.waiting = list(state["trials"]), [Start(*own) for own in state["waiting"]]

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from bisect import bisect_right
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from woodbury._process import level_of_caller
 from woodbury.fit.sources import Data
 from woodbury.optim import GaussNewton
 
 FEWEST_STEPS = 5  # on all samples that must fit in the time, or a step has fewer of them
 STEPS = 40  # that fit in then
 LEAST = 64  # samples of a step
+SLOW = 0.5  # seconds of a step
 SLOWEST = 1e9  # operations per second of any machine: where these do, none is timed
 
 
@@ -64,6 +67,16 @@ class Pace:
             return None
         needed = work / self.operations_per_second()
         return needed if steps * needed > seconds else None
+
+    def warn_of_slow_steps(self) -> None:
+        """Where time is not limited: say so if a step takes long."""
+        needed = self.seconds_beyond(SLOW, 1)
+        if needed is not None:
+            warnings.warn(
+                f"fit: a step on all {self.samples} samples takes about {needed:.2g} s. Mini-batches take a small "
+                "part of it, where digits do not matter: fit(model, loss, loader, epochs=20)",
+                stacklevel=level_of_caller(),
+            )
 
     def samples_for(self, share: float) -> int:
         """Samples whose step takes this share of one on all of them; half of all at most."""

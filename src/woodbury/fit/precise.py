@@ -60,6 +60,9 @@ class PreciseRun(Run):
         fewest = min(FEWEST_STEPS, self.limits.steps or FEWEST_STEPS)
         needed = pace.seconds_beyond(self.limits.seconds, fewest)
         if needed is None or self.limits.seconds is None:
+            if not self.limits.seconds:
+                pace.factorisations = 1 if self.validation is not None else pace.factorisations
+                pace.warn_of_slow_steps()
             return None
         part = self.fit.samples = pace.samples_for(self.limits.seconds / STEPS / needed)
         warnings.warn(

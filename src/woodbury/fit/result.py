@@ -49,7 +49,9 @@ class Fit:
     history: list[dict[str, Any]] = field(default_factory=list)
     # validation=0.2: indices of the samples trained on, and of the others
     split: tuple[Tensor, Tensor] | None = None
-    noise: float | None = None  # weight_decay="evidence": the variance of the noise, for squared error
+    # weight_decay="evidence": the variance of the noise, for squared error; for robust losses their sum over the
+    # count of predicted numbers less effective_parameters
+    noise: float | None = None
     effective_parameters: float | None = None  # weight_decay="evidence": how many the data determines
     log_evidence: float | None = None
     state: dict[str, Any] = field(default_factory=dict)

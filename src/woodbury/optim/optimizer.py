@@ -28,7 +28,7 @@ from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.optim.faults import Doubts
 from woodbury.optim.info import StepInfo
-from woodbury.optim.problems import Context, Problems, Request
+from woodbury.optim.problems import FIRST_COLUMNS, Context, Problems, Request
 from woodbury.optim.recorded import RecordedStep
 from woodbury.optim.settings import Settings, check_model_and_loss, check_state, plain_groups, with_names
 from woodbury.optim.shards import describe, find_group, start_alike
@@ -126,7 +126,7 @@ class SecondOrder(_Optimizer):
         self._recordings = Recordings() if self.settings.is_recordable else None
         self.state["damping"] = float(self.damping.initial)
         self.state["generator"] = self._problems.group.same(_random.new_state(seed))
-        self.state["largest_batch"] = 0
+        self.state["largest_batch"], self.state["columns"] = 0, FIRST_COLUMNS
         start_alike(self._problems.group, self._trained())
         self._comparison = Comparison()
         self._watcher = self._new_watcher()

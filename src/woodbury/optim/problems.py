@@ -78,7 +78,6 @@ class Problems:
         self._options: tuple[Any, ...] | None = None  # of the loss, as they were when last looked at
         self._sample_axes: Mapping[str, bool] = {}  # places in the inputs, and whether they have a sample axis
         self._small: tuple[Any, ...] = ()  # what the memory of a step depends on that needs little
-        self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
         self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
 
     def fresh_copy(self) -> Problems:
@@ -168,7 +167,7 @@ class Problems:
             held_out=None if request.held_out is None else tuple(request.held_out),
             random=None if chain is not None else transaction.random,
             state=context.state,
-            check_room=partial(self._check_room, settings),
+            check_room=partial(self._check_room, settings, context.state),
         )
         return problem, hyper
 
@@ -213,13 +212,13 @@ class Problems:
         self.rule = loss_rule(loss)
         self._options = loss, dict(attributes), buffers, versions  # tensors that are held keep their ids
 
-    def _check_room(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
+    def _check_room(self, settings: Settings, state: dict[Any, Any], problem: Problem, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
         batch, plan = problem.batch, problem.plan
         sizes = plan, settings, self.rule, batch.samples, batch.curvature, raw.shape
+        state["columns"] = k = settings.curvature.column_count(self.rule, raw.shape)
         if sizes == self._small:
             return
-        self._columns = k = settings.curvature.column_count(self.rule, raw.shape)
         row_count, number = batch.curvature * k * (1 + settings.memory), raw.element_size()
         others = batch.samples - batch.curvature
         height, outputs = row_count + others, raw.numel() // raw.shape[0]
@@ -299,7 +298,8 @@ class Problems:
         if samples not in self._affordable:
             trained = [parameter for group in context.groups for parameter in group["params"]]
             self._affordable[samples] = affordable_rows(samples, trained)
-        return min(samples, max(2, self._affordable[samples] // self._columns))
+        columns = context.state.get("columns", FIRST_COLUMNS)  # per sample, known from the first outputs on
+        return min(samples, max(2, self._affordable[samples] // columns))
 
 
 def count_samples(inputs: Any, targets: Tensor | None) -> int:

@@ -26,7 +26,8 @@ class Transaction:
         self._state = state
         self._gradients = torch.is_grad_enabled()
         # what posing a problem changes
-        self._entries = {"generator": state["generator"], "largest_batch": state["largest_batch"]}
+        posed = ("generator", "largest_batch", "columns")
+        self._entries = {name: state[name] for name in posed if name in state}
         self.random: _random.Snapshot | None = None
         self._plan: Plan | None = None
         self._parameters: list[tuple[nn.Parameter, Tensor]] = []

@@ -104,7 +104,7 @@ class TrainingData:
         return self._rule.prepare(loss, outputs, one_hot.double()) * is_used.unsqueeze(1)
 
     def factor_of(self, noise: float | None) -> float:
-        """What the sum of the loss is multiplied by in the likelihood; noise: of squared error."""
+        """What the sum of the loss is multiplied by in the likelihood; noise: see `Fit.noise`."""
         return 1.0 if noise is None else 1 / (2 * noise)
 
     @property

@@ -62,7 +62,7 @@ class Posterior:
 
     Attributes:
         prior: the precision of the parameters, a number or a dictionary from parameter name to number.
-        noise: the variance of the noise, None for losses other than squared error.
+        noise: the variance of the noise, None for losses other than squared error; of a `Fit` its own.
         log_evidence: log p(data) of the Laplace approximation, see `woodbury.posterior`.
     """
 
