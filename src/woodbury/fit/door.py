@@ -107,8 +107,8 @@ def fit(
             batches, as noise and time allow (`woodbury.fit.growth`); else nothing follows from the clock.
         samples: how many to draw at first; by default 1.5 per parameter, from 256 to 4096 (on a GPU from 2048 to
             8192, and 4096 where that is not enough); for `Equations` 256 (512) in the first eight steps, and 512
-            after that on a CPU. There are twice as many, up to 4 (8) per parameter, after two steps for which
-            others promise less than half as much.
+            after that on a CPU, over the number of equations. There are twice as many, up to 4 (8) per parameter,
+            after two steps for which others promise less than half as much.
         points: with MSELoss and `Equations`: "by residual" takes the samples of a step from eight times as many,
             more often where the residual is large, with weights that keep the expected loss; "as drawn" does not.
         validation: other samples (inputs, targets), with a loader also one of such batches; then the best
