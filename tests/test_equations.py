@@ -99,7 +99,7 @@ def test_every_method_is_run_and_drawn(name, tmp_path, capsys, monkeypatch):
 
 
 def test_a_short_run_of_slabs(capsys):
-    errors = slabs.main(2, 5)
+    errors = slabs.main(2, 7)
     start = torch.cos(math.pi * slabs.PLACES)
     truth = slabs.advance(start)
     standing_still = float((start - truth).norm() / truth.norm())

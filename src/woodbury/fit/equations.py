@@ -297,17 +297,14 @@ class TermSource:
         return sum(self.weights[name] * own for name, own in self.mean_squares().items())
 
     def _batch(self, count: int, by_residual: bool = False, decline: float = 0.0) -> Data:
-        is_new, parts, widths = not self.weights, {}, {}
+        if not self.weights:
+            self._begin()
+        parts, widths = {}, {}
         drawn = [name for name, source in self.sources.items() if source.draw_some is not None]
         leading = drawn[0] if drawn else next(iter(self.sources))
         for name, source in self.sources.items():
             own = count if name == leading else max(count // FEWER, min(count, PROBE))
             parts[name], widths[name] = self._points(source, own, by_residual, decline)
-            if is_new:
-                few = _batch.part(parts[name], slice(0, FEW), found := len(parts[name][3]))
-                check_derivatives(self.model, (found, widths[name]), *few)
-        if is_new:  # by copies: what was seen is that of the parts
-            replace(self, sources={name: replace(own) for name, own in self.sources.items()}).balance()
         self.points, self.width = len(parts[leading][3]), widths[leading] if self.has_terms else 1
         if len(parts) == 1:
             return parts[leading], None
@@ -318,6 +315,14 @@ class TermSource:
             share = (self.weights[name] * sum(numbers.values()) / numbers[name]) ** 0.5
             terms.append(Term(name, (function, inputs, targets, share * scale), len(scale), widths[name]))
         return Terms(tuple(terms)).as_inputs(self.like), None
+
+    def _begin(self) -> None:
+        """Look at the derivatives of the terms, and choose the first weights."""
+        for source in self.sources.values():
+            part, width = self._points(source, PROBE)
+            found = len(part[3])
+            check_derivatives(self.model, (found, width), *_batch.part(part, slice(0, FEW), found))
+        self.balance()
 
     def _points(
         self, source: _Source, count: int, by_residual: bool = False, decline: float = 0.0
