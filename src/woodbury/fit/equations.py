@@ -298,7 +298,7 @@ class TermSource:
 
     def _batch(self, count: int, by_residual: bool = False, decline: float = 0.0) -> Data:
         if not self.weights:
-            self._begin()
+            self._begin(count)
         parts, widths = {}, {}
         drawn = [name for name, source in self.sources.items() if source.draw_some is not None]
         leading = drawn[0] if drawn else next(iter(self.sources))
@@ -316,10 +316,10 @@ class TermSource:
             terms.append(Term(name, (function, inputs, targets, share * scale), len(scale), widths[name]))
         return Terms(tuple(terms)).as_inputs(self.like), None
 
-    def _begin(self) -> None:
-        """Look at the derivatives of the terms, and choose the first weights."""
+    def _begin(self, count: int) -> None:
+        """Look at the derivatives of the terms on as many points, and choose the first weights."""
         for source in self.sources.values():
-            part, width = self._points(source, PROBE)
+            part, width = self._points(source, count)
             found = len(part[3])
             check_derivatives(self.model, (found, width), *_batch.part(part, slice(0, FEW), found))
         self.balance()
