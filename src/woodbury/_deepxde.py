@@ -89,11 +89,16 @@ def _without_cache(bc: Any) -> Any:
     return own
 
 
+MOST_KNOWN = 2**15  # points whose normals are kept: new ones are drawn in every step
+
+
 def _remember(normals: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     """The same, computed once for each point: of some geometries this takes most of the time."""
     known: dict[bytes, Tensor] = {}
 
     def of(X: Any) -> Tensor:
+        if len(known) > MOST_KNOWN:
+            known.clear()
         keys = [x.tobytes() for x in X]
         new = {key: x for key, x in zip(keys, X, strict=True) if key not in known}
         if new:

@@ -109,7 +109,8 @@ def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None
         return loss(outputs, torch.zeros_like(outputs))
     # torch's losses accept one type only: numbers in that of the outputs, or class indices
     is_of_user = isinstance(loss, nn.Module) and type(loss).__module__ != nn.modules.loss.__name__
-    if getattr(loss, "weight", None) is not None and not is_of_user:  # and those of one type too
+    weight = None if is_of_user else getattr(loss, "weight", None)
+    if weight is not None and weight.dtype != outputs.dtype:  # of classes, in one type too
         loss = copy.deepcopy(loss).to(outputs.dtype)  # type: ignore[attr-defined]
     if targets.is_floating_point() or (targets.shape == outputs.shape and not is_of_user):
         targets = targets.to(outputs.dtype)

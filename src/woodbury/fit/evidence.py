@@ -189,8 +189,11 @@ class EvidenceRun(Run):
         if not (self.waiting or self.trials) or not self.evidence:
             return
         goes_on = self._goes_on
-        is_over = self.has_settled or self.steps >= min(TRIAL_STEPS, self.most_steps)
-        if self.has_settled and self.evidence[-1] <= self.of_constant if goes_on else is_over:
+        if goes_on:
+            is_over = self.has_settled and self.evidence[-1] <= self.of_constant
+        else:
+            is_over = self.has_settled or self.steps >= min(TRIAL_STEPS, self.most_steps)
+        if is_over:
             self.trials.append(self._start_state())
             if goes_on or len(self.waiting) > 1:
                 self._begin(self.waiting.pop(0))
@@ -289,5 +292,5 @@ class EvidenceRun(Run):
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         self._load_start(state["start"])
-        self.first, self.divisor = state["first"], state.get("divisor", self.divisor)
+        self.first, self.divisor = state["first"], state["divisor"]
         self.trials, self.waiting = list(state["trials"]), [Start(*own) for own in state["waiting"]]

@@ -81,13 +81,12 @@ class SolvingRun(Run):
     ) -> None:
         super().__init__(optimizer, **shared)
         self.source = source
-        self.given = samples
+        self.given = samples  # as the user has them
         self.width = 1  # rows of a point, where terms have few points: known from the first batch on
         self._choose_counts()
-        few = source.has_terms
         self.looks = LOOKS if self.device.type == "cpu" else LOOKS_ON_DEVICE
         # the steps before this phase
-        self.phase, self.since = "look" if source.is_fresh and few else "search", 0
+        self.phase, self.since = "look" if source.is_fresh and source.has_terms else "search", 0
         self.is_near = False  # a solution, so that weights are other ones
         self.rejected = self.limited = 0  # steps in a row
         self.before = math.nan  # what steps gained before more samples were tried, while these are on trial
@@ -144,10 +143,8 @@ class SolvingRun(Run):
                 self.most, self.before = self.count, math.nan
                 message = f"fit: memory has run out: from now on a step has {self.count} samples"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
-        self.fit.steps, self.fit.samples = (
-            self.fit.steps + 1,
-            self.count if self.source.points is None else self.source.points,
-        )
+        self.fit.steps += 1
+        self.fit.samples = self.count if self.source.points is None else self.source.points
         return lambda: self._note(info, loss)
 
     def _step(self, batch: Any) -> StepInfo:

@@ -247,13 +247,18 @@ class GraphCapture(Pass):
         """
         plan = self.plan
         with torch.set_grad_enabled(trial_needs_gradients(plan, self.forward)), casting(self.autocast, plan):
-            if plan.replays.is_used and plan.device.type == "cuda" and not forwards and self._can_exchange:
+            if not forwards and self._is_replayed:
                 values = {name: own.detach() for name, own in plan.parameters.items()}
                 moved = torch._foreach_add([values[name] for name in changes], list(changes.values()))
                 values.update(zip(changes, moved, strict=True))
                 return self.repeat("outputs", self.run_with, values, self.inputs).detach()
             with moved_model(plan, changes, forwards):
                 return self.forward(plan.model, self.inputs).detach()
+
+    @property
+    def _is_replayed(self) -> bool:
+        """Whether passes on a device are recorded and replayed, with the parameters as arguments."""
+        return self.plan.replays.is_used and self.plan.device.type == "cuda" and self._can_exchange
 
     @property
     def _can_exchange(self) -> bool:
@@ -286,7 +291,7 @@ class GraphCapture(Pass):
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
-        if self.plan.device.type == "cuda" and self._can_exchange:
+        if self._is_replayed:
             with casting(self.autocast, self.plan):
                 return tangents.push_forward_again(self, vectors)
         return tangents.push_forward(self, vectors)
